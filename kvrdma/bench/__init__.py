@@ -1,0 +1,1 @@
+"""Benchmarks: importable, tested at small size, one JSON object per case."""

@@ -1,0 +1,199 @@
+// Rows, and the three things done to a batch before it is posted: check the bounds of both ends, sort, merge.
+// kvrdma/rows.py is the readable definition of the same functions.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "errors.hpp"
+
+namespace kvrdma {
+
+struct Row {
+    uint64_t local;  // address
+    uint64_t region; // remote region index; after check_rows the local region id is in its upper half
+    uint64_t offset; // in the remote region
+    uint64_t length;
+
+    uint32_t remote_region() const noexcept { return static_cast<uint32_t>(region); }
+    uint32_t local_region() const noexcept { return static_cast<uint32_t>(region >> 32); }
+};
+static_assert(sizeof(Row) == 32);
+
+// Registered regions by address. Regions may overlap, so every entry also knows the entry that reaches
+// furthest among those starting at or before it.
+class RegionTable {
+  public:
+    struct Entry {
+        uint64_t begin, end;
+        uint32_t id;
+    };
+
+    void add(uint32_t id, uint64_t addr, uint64_t nbytes) {
+        regions_.emplace(id, Entry{addr, addr + nbytes, id});
+        rebuild();
+    }
+    bool remove(uint32_t id) {
+        const bool known = regions_.erase(id) > 0;
+        rebuild();
+        return known;
+    }
+    bool contains(uint32_t id) const { return regions_.count(id) > 0; }
+
+    // The region that holds [addr, addr + length), or null.
+    const Entry *find(uint64_t addr, uint64_t length) const noexcept {
+        auto after = std::upper_bound(sorted_.begin(), sorted_.end(), addr,
+                                      [](uint64_t a, const Slot &slot) { return a < slot.begin; });
+        if (after == sorted_.begin())
+            return nullptr;
+        const Entry &entry = (after - 1)->furthest;
+        return length <= entry.end - entry.begin && addr - entry.begin <= entry.end - entry.begin - length ? &entry
+                                                                                                          : nullptr;
+    }
+
+  private:
+    struct Slot {
+        uint64_t begin;
+        Entry furthest;
+    };
+
+    void rebuild() {
+        sorted_.clear();
+        for (const auto &[id, entry] : regions_)
+            sorted_.push_back({entry.begin, entry});
+        std::sort(sorted_.begin(), sorted_.end(), [](const Slot &a, const Slot &b) { return a.begin < b.begin; });
+        for (size_t i = 1; i < sorted_.size(); ++i)
+            if (sorted_[i - 1].furthest.end > sorted_[i].furthest.end)
+                sorted_[i].furthest = sorted_[i - 1].furthest;
+    }
+
+    std::map<uint32_t, Entry> regions_;
+    std::vector<Slot> sorted_;
+};
+
+inline std::string describe(const Row &row, size_t index) {
+    char text[160];
+    snprintf(text, sizeof text, "row %zu (local 0x%llx, region %llu, offset %llu, length %llu)", index,
+             (unsigned long long)row.local, (unsigned long long)row.region, (unsigned long long)row.offset,
+             (unsigned long long)row.length);
+    return text;
+}
+
+[[noreturn]] inline void refuse(const Row &row, size_t index, const std::string &why) {
+    throw StatusError("RowsError", describe(row, index) + ": " + why);
+}
+
+// Throws RowsError for the first row that leaves its local or remote region; puts the local region's id into
+// the upper half of `region`. Returns the number of bytes of the batch.
+inline uint64_t check_rows(std::vector<Row> &rows, const RegionTable &local, const std::vector<uint64_t> &remote) {
+    const RegionTable::Entry *last = nullptr;
+    uint64_t nbytes = 0;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        Row &row = rows[i];
+        if (row.region >= remote.size())
+            refuse(row, i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
+        const uint64_t size = remote[row.region];
+        if (row.length > size || row.offset > size - row.length)
+            refuse(row, i, "ends outside the remote region of " + std::to_string(size) + " bytes");
+        if (!last || row.local < last->begin || row.length > last->end - last->begin ||
+            row.local - last->begin > last->end - last->begin - row.length)
+            last = local.find(row.local, row.length);
+        if (!last)
+            refuse(row, i, "its local bytes are in no region registered here");
+        row.region |= static_cast<uint64_t>(last->id) << 32;
+        nbytes += row.length;
+    }
+    return nbytes;
+}
+
+inline bool in_order(const std::vector<Row> &rows) noexcept {
+    for (size_t i = 1; i < rows.size(); ++i)
+        if (rows[i - 1].region > rows[i].region ||
+            (rows[i - 1].region == rows[i].region && rows[i - 1].offset > rows[i].offset))
+            return false;
+    return true;
+}
+
+// Sorts by (region, offset) with a radix sort of 32-bit indices over the bits that vary: 8 bytes a row of extra
+// memory and about 5 ns a row, where std::sort on rows takes 60.
+class RowSorter {
+  public:
+    explicit RowSorter(std::vector<Row> &rows) : rows_(rows), order_(rows.size()), spare_(rows.size()) {
+        for (uint32_t i = 0; i < order_.size(); ++i)
+            order_[i] = i;
+        sort_by([](const Row &row) { return row.offset; });
+        sort_by([](const Row &row) { return row.region; });
+        permute();
+    }
+
+  private:
+    template <typename Field> void sort_by(Field field) {
+        uint64_t varying = 0;
+        for (const Row &row : rows_)
+            varying |= field(row) ^ field(rows_[0]);
+        while (varying) {
+            const int shift = __builtin_ctzll(varying);
+            pass([&](const Row &row) { return (field(row) >> shift) & (kBuckets - 1); });
+            varying = shift + kBits < 64 ? varying >> (shift + kBits) << (shift + kBits) : 0;
+        }
+    }
+
+    template <typename Digit> void pass(Digit digit) {
+        uint32_t start[kBuckets] = {};
+        for (const Row &row : rows_)
+            ++start[digit(row)];
+        uint32_t sum = 0;
+        for (uint32_t &count : start)
+            sum += std::exchange(count, sum);
+        for (uint32_t i : order_)
+            spare_[start[digit(rows_[i])]++] = i;
+        order_.swap(spare_);
+    }
+
+    // Moves rows into the sorted order along the cycles of the permutation.
+    void permute() {
+        for (uint32_t first = 0; first < rows_.size(); ++first) {
+            const Row held = rows_[first];
+            uint32_t to = first;
+            while (order_[to] != first) {
+                const uint32_t from = order_[to];
+                rows_[to] = rows_[from];
+                order_[to] = to;
+                to = from;
+            }
+            rows_[to] = held;
+            order_[to] = to;
+        }
+    }
+
+    static constexpr int kBits = 11;
+    static constexpr uint32_t kBuckets = 1u << kBits;
+    std::vector<Row> &rows_;
+    std::vector<uint32_t> order_, spare_;
+};
+
+// Drops empty rows and joins those adjacent on both sides within one local and one remote region.
+inline void merge_rows(std::vector<Row> &rows) {
+    rows.erase(std::remove_if(rows.begin(), rows.end(), [](const Row &row) { return row.length == 0; }), rows.end());
+    if (rows.size() < 2)
+        return;
+    if (!in_order(rows))
+        RowSorter sorter(rows);
+    size_t kept = 0;
+    for (size_t i = 1; i < rows.size(); ++i) {
+        Row &last = rows[kept];
+        if (last.region == rows[i].region && last.offset + last.length == rows[i].offset &&
+            last.local + last.length == rows[i].local)
+            last.length += rows[i].length;
+        else
+            rows[++kept] = rows[i];
+    }
+    rows.resize(kept + 1);
+}
+
+} // namespace kvrdma
