@@ -1,1 +1,199 @@
-"""placeholder"""
+"""The reference transport: both ends live in one process, and a read is a memmove.
+
+Read this file first when you write a transport; it keeps every promise of ``kvrdma.transport`` and does
+nothing else. A read is posted by ``read`` and carried out by ``poll``, so that there is a time in between, as
+with real hardware.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import secrets
+import threading
+import weakref
+from collections import deque
+from typing import TYPE_CHECKING, ClassVar
+
+from kvrdma.blob import seal, unseal
+from kvrdma.errors import (
+    BlobError,
+    ConnectError,
+    PeerLostError,
+    ReadCancelledError,
+    RegionBusyError,
+    RegistrationError,
+    StaleRegionError,
+    TransportClosedError,
+    TransportError,
+)
+from kvrdma.rows import as_rows, check_rows, merge_rows
+from kvrdma.transport import (
+    Capabilities,
+    Completion,
+    Device,
+    Peer,
+    PeerId,
+    PeerLost,
+    ReadDone,
+    ReadFailed,
+    ReadId,
+    Region,
+    RemoteRegion,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvrdma.rows import Rows
+
+# The network of this transport: who can be reached by which address. A dropped transport leaves it by itself.
+_network: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDictionary()
+
+
+class MemoryTransport:
+    """Moves bytes between regions of this process."""
+
+    name: ClassVar[str] = "memory"
+
+    def __init__(self, *, require_one_sided: bool = False) -> None:
+        """Open; ``require_one_sided`` always holds here."""
+        del require_one_sided
+        self._lock = threading.RLock()
+        self._token = secrets.token_bytes(16)
+        self._ids = itertools.count(1)
+        self._regions: dict[int, Region] = {}
+        self._remote: dict[PeerId, tuple[MemoryTransport, list[int]]] = {}
+        self._lost: set[PeerId] = set()
+        self._posted: deque[tuple[ReadId, Peer, Rows, int]] = deque()
+        self._completions: deque[Completion] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
+        weakref.finalize(self, os.close, self._fd)
+        _network[self._token] = self
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            frozenset({"cpu"}), "process", one_sided=True, needs_target_progress=False, max_rows=1 << 31
+        )
+
+    def register(self, addr: int, nbytes: int, device: Device) -> Region:
+        if device.kind != "cpu" or nbytes < 1 or addr < 1:
+            raise RegistrationError(f"{self.name} cannot register {nbytes} bytes at {addr:#x} on {device}")
+        with self._lock:
+            self._check_open()
+            number = next(self._ids)
+            key = seal(
+                "memory/key", 1, self._token + number.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
+            )
+            region = self._regions[number] = Region(number, addr, nbytes, device, key)
+            return region
+
+    def deregister(self, region: Region) -> None:
+        with self._lock:
+            self._check_open()
+            if self._regions.get(region.id) != region:
+                raise RegistrationError(f"region {region.id} is not registered with this transport")
+            for read, _, rows, _ in self._posted:
+                if any(region.addr <= addr < region.addr + region.nbytes for addr in rows[:, 0].tolist()):
+                    raise RegionBusyError(
+                        f"region {region.id} is the destination of read {read}: poll until it ends"
+                    )
+            del self._regions[region.id]
+
+    def address(self) -> bytes:
+        self._check_open()
+        return seal("memory/address", 1, self._token)
+
+    def connect(self, address: bytes, keys: Sequence[bytes]) -> Peer:
+        token = unseal("memory/address", 1, address)
+        payloads = [unseal("memory/key", 1, key) for key in keys]
+        if any(payload[:16] != token for payload in payloads):
+            raise BlobError("a key is not from the process of this address: exchange both together")
+        remote = _network.get(token)
+        if remote is None:
+            raise ConnectError("no open memory transport of this process has that address")
+        numbers = [int.from_bytes(payload[16:24], "little") for payload in payloads]
+        regions = tuple(
+            RemoteRegion(int.from_bytes(payload[24:], "little"), Device()) for payload in payloads
+        )
+        with self._lock:
+            self._check_open()
+            peer = Peer(PeerId(next(self._ids)), self.name, regions, one_sided=True, via="memmove")
+            self._remote[peer.id] = (remote, numbers)
+            return peer
+
+    def read(self, peer: Peer, rows: Rows) -> ReadId:
+        rows = as_rows(rows)
+        with self._lock:
+            self._check_open()
+            if peer.id not in self._remote or peer.id in self._lost:
+                raise PeerLostError(f"peer {peer.id} was lost or disconnected: connect again")
+            local = [(region.addr, region.nbytes) for region in self._regions.values()]
+            check_rows(rows, local, [region.nbytes for region in peer.regions])
+            read = ReadId(next(self._ids))
+            self._posted.append((read, peer, merge_rows(rows), len(rows)))
+            os.eventfd_write(self._fd, 1)
+            return read
+
+    def poll(self) -> list[Completion]:
+        with self._lock:
+            while self._posted:
+                self._carry_out(*self._posted.popleft())
+            done = list(self._completions)
+            self._completions.clear()
+            if done:
+                os.eventfd_read(self._fd)
+            return done
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def disconnect(self, peer: Peer) -> None:
+        with self._lock:
+            self._cancel(
+                [post for post in self._posted if post[1].id == peer.id], f"peer {peer.id} was disconnected"
+            )
+            self._remote.pop(peer.id, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._cancel(list(self._posted), "the transport was closed")
+            self._remote.clear()
+            self._regions.clear()
+            _network.pop(self._token, None)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportClosedError(f"{self.name} transport is closed")
+
+    def _carry_out(self, read: ReadId, peer: Peer, rows: Rows, count: int) -> None:
+        remote, numbers = self._remote[peer.id]
+        sources = [remote._regions.get(number) for number in numbers]  # noqa: SLF001 - the other end of the wire
+        if remote._closed:  # noqa: SLF001
+            self._lose(read, peer, PeerLostError(f"peer {peer.id} closed its transport"))
+            return
+        if any(sources[index] is None for index in set(rows[:, 1].tolist())):
+            reason = StaleRegionError(f"peer {peer.id} deregistered a region that read {read} reads")
+            self._completions.append(ReadFailed(read, peer.id, reason))
+            return
+        for addr, index, offset, length in rows.tolist():
+            source = sources[index]
+            assert source is not None
+            ctypes.memmove(addr, source.addr + offset, length)
+        self._completions.append(ReadDone(read, peer.id, count, len(rows), int(rows[:, 3].sum())))
+
+    def _lose(self, read: ReadId, peer: Peer, reason: TransportError) -> None:
+        self._completions.append(ReadFailed(read, peer.id, reason))
+        if peer.id not in self._lost:
+            self._lost.add(peer.id)
+            self._completions.append(PeerLost(peer.id, reason))
+
+    def _cancel(self, posts: list[tuple[ReadId, Peer, Rows, int]], why: str) -> None:
+        for post in posts:
+            self._posted.remove(post)
+            self._completions.append(
+                ReadFailed(post[0], post[1].id, ReadCancelledError(f"read {post[0]}: {why}"))
+            )
