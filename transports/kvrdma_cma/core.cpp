@@ -1,0 +1,244 @@
+// What callers do: regions, peers, posting, closing. Nothing here copies data or waits for a peer.
+#include "core.hpp"
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <sys/epoll.h>
+#include <system_error>
+#include <thread>
+
+namespace kvrdma::cma {
+
+namespace {
+
+constexpr auto kCloseWait = std::chrono::seconds(4);
+
+std::vector<uint64_t> sizes_of(const std::vector<RemoteMemory> &memory) {
+    std::vector<uint64_t> sizes;
+    for (const auto &region : memory)
+        sizes.push_back(region.nbytes);
+    return sizes;
+}
+
+void check_own_memory(uint64_t addr, uint64_t nbytes) {
+    char byte = 0;
+    if (addr + nbytes < addr || peek(getpid(), addr, &byte, 1) || peek(getpid(), addr + nbytes - 1, &byte, 1))
+        throw StatusError("RegistrationError", std::to_string(nbytes) + " bytes at " + std::to_string(addr) +
+                                                   " are not memory that this process can read",
+                          EFAULT);
+}
+
+} // namespace
+
+PeerState::PeerState(uint64_t number, const Identity &who, std::vector<RemoteMemory> regions)
+    : id(number), identity(who), pidfd(who.pid), memory(std::move(regions)), sizes(sizes_of(memory)) {}
+
+void Batch::fail(const char *kind, const std::string &why, int code) {
+    if (failed())
+        return;
+    error_kind = kind;
+    error = "read " + std::to_string(read) + " from peer " + std::to_string(peer->id) + " (process " +
+            std::to_string(peer->identity.pid) + "): " + why;
+    error_code = code;
+}
+
+Core::Core() : owner_pid_(getpid()) {
+    epoll_ = epoll_create1(EPOLL_CLOEXEC);
+    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (epoll_ < 0 || wake_ < 0)
+        throw StatusError("TransportError", std::string("cannot watch peers: ") + strerror(errno), errno);
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+    const Cookie cookie = random_cookie();
+    identity_ = {owner_pid_, start_time(owner_pid_),
+                 {0, reinterpret_cast<uint64_t>(take_cookie(cookie)), cookie}};
+}
+
+Core::~Core() {
+    ::close(epoll_);
+    ::close(wake_);
+}
+
+std::shared_ptr<Core> Core::open(int threads) {
+    std::shared_ptr<Core> core(new Core);
+    try {
+        for (int i = 0; i < threads; ++i)
+            core->start(&Core::work);
+        core->start(&Core::watch);
+    } catch (const std::system_error &error) {
+        core->close();
+        throw StatusError("TransportError", std::string("cannot start a thread: ") + error.what(),
+                          error.code().value());
+    }
+    return core;
+}
+
+// Threads are detached and keep the core alive, so that close() can stop waiting for one that is stuck in the
+// kernel without leaving it a dangling pointer.
+void Core::start(void (Core::*body)()) {
+    std::lock_guard lock(mutex_);
+    std::thread([self = shared_from_this(), body] {
+        (self.get()->*body)();
+        std::lock_guard ended(self->mutex_);
+        --self->threads_;
+        self->thread_ended_.notify_all();
+    }).detach();
+    ++threads_;
+}
+
+void Core::check_open() const {
+    std::lock_guard lock(mutex_);
+    require_open();
+}
+
+void Core::require_open() const {
+    if (getpid() != owner_pid_)
+        throw StatusError("TransportClosedError", "the transport was opened in process " +
+                                                      std::to_string(owner_pid_) + " and does not survive fork: "
+                                                      "open it after the fork, or spawn");
+    if (closed_)
+        throw StatusError("TransportClosedError", "the transport is closed");
+}
+
+Cookie *Core::take_cookie(const Cookie &value) {
+    if (free_cookies_.empty())
+        free_cookies_.push_back(&cookies_.emplace_back());
+    Cookie *cookie = free_cookies_.back();
+    free_cookies_.pop_back();
+    *cookie = value;
+    return cookie;
+}
+
+// Peers may read it at any time: it must be zero before the memory it stood for can be used otherwise.
+void Core::drop_cookie(Cookie *cookie) {
+    for (uint8_t &byte : *cookie)
+        *static_cast<volatile uint8_t *>(&byte) = 0;
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    free_cookies_.push_back(cookie);
+}
+
+Mark Core::add_region(uint64_t addr, uint64_t nbytes) {
+    std::lock_guard lock(mutex_);
+    require_open();
+    if (nbytes == 0)
+        throw StatusError("RegistrationError", "a region of 0 bytes at " + std::to_string(addr));
+    check_own_memory(addr, nbytes);
+    const Cookie value = random_cookie();
+    Cookie *cookie = take_cookie(value);
+    const uint32_t id = next_region_++;
+    regions_[id] = {addr, nbytes, cookie};
+    table_.add(id, addr, nbytes);
+    return {id, reinterpret_cast<uint64_t>(cookie), value};
+}
+
+void Core::remove_region(uint32_t id) {
+    std::lock_guard lock(mutex_);
+    require_open();
+    const auto found = regions_.find(id);
+    if (found == regions_.end())
+        throw StatusError("RegistrationError", "region " + std::to_string(id) + " is not registered here");
+    for (const auto &[read, batch] : in_flight_)
+        if (batch->local_regions.count(id))
+            throw StatusError("RegionBusyError", "region " + std::to_string(id) + " is the destination of read " +
+                                                     std::to_string(read) + ": poll until it ends");
+    drop_cookie(found->second.cookie);
+    table_.remove(id);
+    regions_.erase(found);
+}
+
+uint64_t Core::connect(const Identity &who, std::vector<RemoteMemory> memory) {
+    check_open();
+    // The pidfd comes first: what is checked after it is about the process it stands for.
+    auto peer = std::make_shared<PeerState>(0, who, std::vector<RemoteMemory>{});
+    const std::string name = "process " + std::to_string(who.pid);
+    const uint64_t started = start_time(who.pid);
+    if (started != who.start_time)
+        throw StatusError("PeerIdentityError", name + " started at tick " + std::to_string(started) +
+                                                   " of this boot, the address is of one that started at " +
+                                                   std::to_string(who.start_time) + ": the PID was reused");
+    Cookie seen;
+    if (const int error = peek(who.pid, who.mark.cookie_addr, seen.data(), seen.size()))
+        throw StatusError(error == EPERM ? "PeerPermissionError" : "ConnectError",
+                          "the memory of " + name + " cannot be read: process_vm_readv: " + strerror(error), error);
+    if (seen != who.mark.cookie)
+        throw StatusError("PeerIdentityError", name + " has closed the transport that made this address, or runs "
+                                                      "another program now: ask it for a new address");
+    std::lock_guard lock(mutex_);
+    require_open();
+    const uint64_t id = next_id_++;
+    peer = std::make_shared<PeerState>(id, who, std::move(memory));
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = id}};
+    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, peer->pidfd.fd(), &event))
+        throw StatusError("ConnectError", name + " cannot be watched: " + strerror(errno), errno);
+    peers_[id] = peer;
+    return id;
+}
+
+uint64_t Core::read(uint64_t peer_id, std::vector<Row> rows) {
+    auto batch = std::make_shared<Batch>();
+    batch->rows = std::move(rows);
+    batch->rows_given = batch->rows.size();
+    std::lock_guard lock(mutex_);
+    require_open();
+    const auto found = peers_.find(peer_id);
+    if (found == peers_.end() || found->second->disconnected)
+        throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " is not connected: connect again");
+    PeerState &peer = *found->second;
+    if (!peer.lost.empty())
+        throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " was lost: " + peer.lost, peer.lost_code);
+    batch->nbytes = check_rows(batch->rows, table_, peer.sizes);
+    uint64_t last = ~0ull;
+    for (const Row &row : batch->rows)
+        if (row.region != last) {
+            last = row.region;
+            batch->local_regions.insert(row.local_region());
+            batch->remote_regions.insert(row.remote_region());
+        }
+    batch->peer = found->second;
+    batch->read = next_id_++;
+    ++peer.in_flight;
+    in_flight_[batch->read] = batch;
+    queue_.push_back(batch);
+    work_ready_.notify_one();
+    return batch->read;
+}
+
+void Core::cancel(PeerState *peer, const char *why) {
+    for (const auto &[read, batch] : in_flight_)
+        if (!peer || batch->peer.get() == peer)
+            batch->fail("ReadCancelledError", why, 0);
+    end_failed();
+    work_ready_.notify_all();
+}
+
+void Core::disconnect(uint64_t peer_id) {
+    std::lock_guard lock(mutex_);
+    const auto found = peers_.find(peer_id);
+    if (found == peers_.end() || closed_ || getpid() != owner_pid_)
+        return;
+    const auto peer = found->second;
+    peer->disconnected = true;
+    cancel(peer.get(), "the peer was disconnected before it ended");
+    settle(*peer);
+}
+
+void Core::close() {
+    if (getpid() != owner_pid_)
+        return; // a forked child has none of the threads
+    std::unique_lock lock(mutex_);
+    if (!closed_) {
+        closed_ = true;
+        for (auto &[id, region] : regions_)
+            drop_cookie(region.cookie);
+        drop_cookie(reinterpret_cast<Cookie *>(identity_.mark.cookie_addr));
+        cancel(nullptr, "the transport was closed before it ended");
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t n = ::write(wake_, &one, sizeof one);
+    }
+    thread_ended_.wait_for(lock, kCloseWait, [this] { return threads_ == 0; });
+    if (threads_ == 0)
+        peers_.clear();
+}
+
+} // namespace kvrdma::cma

@@ -1,0 +1,49 @@
+// The UCP context: the settings it is opened with, what it found on this machine, and registration.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <ucp/api/ucp.h>
+
+namespace kvrdma::ucx {
+
+struct Options {
+    bool require_one_sided = false;
+    uint32_t max_in_flight = 64; // requests per peer
+};
+
+class Context {
+  public:
+    explicit Context(const Options &options);
+    ~Context();
+    Context(const Context &) = delete;
+    Context &operator=(const Context &) = delete;
+
+    ucp_context_h handle() const noexcept { return handle_; }
+    bool supports(ucs_memory_type_t type) const noexcept { return memory_types_ & UCS_BIT(type); }
+    // "rc_mlx5/mlx5_0:1", "tcp/eth0", ...: every transport and device UCX opened.
+    const std::vector<std::string> &resources() const noexcept { return resources_; }
+    // Whether this UCX itself refuses to emulate when told so (UCX 1.16 and newer).
+    bool can_refuse_emulation() const noexcept { return can_refuse_emulation_; }
+
+    ucp_mem_h map(void *addr, size_t nbytes, ucs_memory_type_t type) const;
+    void unmap(ucp_mem_h memh) const noexcept;
+    std::string pack_rkey(ucp_mem_h memh) const;
+
+  private:
+    void query();
+
+    ucp_context_h handle_ = nullptr;
+    uint64_t memory_types_ = 0;
+    bool can_refuse_emulation_ = false;
+    std::vector<std::string> resources_;
+};
+
+std::string ucx_version();
+
+// Whether a GET over this UCX transport ("rc_mlx5") needs nothing from the target's CPU. Unknown names count as no.
+bool is_one_sided(const std::string &transport) noexcept;
+
+} // namespace kvrdma::ucx
