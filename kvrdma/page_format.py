@@ -1,0 +1,299 @@
+"""Recognises how one layer's cache tensor stores its pages, from shape and strides alone.
+
+A page is one block of one layer. Every known format is the same statement: the bytes of (part, head, token)
+lie at ``offset + head * head_stride + token * token_stride``, as ``elems`` elements ``elem_stride`` apart. A
+*part* is a named piece of a token's content: ``k`` and ``v``, one undivided ``kv``, or an MLA ``latent``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvrdma.errors import LayoutError
+
+Kind: TypeAlias = Literal["attention", "mla", "cpu", "state"]
+
+KNOWN_FORMATS = """known formats (B blocks, H kv heads, N tokens, C content, 2 keys and values):
+  attention  BHNC or BNHC, any strides with C innermost; C holds keys then values
+  attention  2BHNC, 2BNHC, B2HNC, B2NHC, or a (keys, values) pair of BHNC or BNHC tensors
+  mla        BNC, BHNC or BNHC with H = 1
+  cpu        BHNC with each (block, head) dense: keys [D, N], then values [N, D] (not packed for AMX)
+  state      B first, each block dense; moved whole"""
+_DIMS: dict[str, tuple[str, ...]] = {
+    "attention": ("BHNC", "BNHC", "2BHNC", "2BNHC", "B2HNC", "B2NHC"),
+    "pair": ("BHNC", "BNHC"),
+    "mla": ("BNC", "BHNC", "BNHC"),
+    "cpu": ("BHNC",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Says what a tensor cannot: which heads it holds and what its bytes mean.
+
+    Attributes:
+        heads: kv heads ``[lo, hi)`` of this rank; ``(rank, rank + 1)`` for state, ``(0, 1)`` for MLA.
+        total_heads: kv heads of the layer in the whole model (ranks that share a state, 1 for MLA).
+        block_size: tokens of a block as block ids count them; a tensor may hold it as several smaller
+            kernel blocks. 1 for state.
+        kind: what the bytes are.
+        dims: order of the tensor's axes, such as ``"BNHC"``; needed only where sizes leave a doubt.
+        dtype: element type, where the tensor is a view of another type (raw int8).
+        kv_split: whether the content of one tensor is keys then values, of equal size.
+        group: which list of block ids the layer uses.
+    """
+
+    heads: tuple[int, int]
+    total_heads: int
+    block_size: int
+    kind: Kind = "attention"
+    dims: str | None = None
+    dtype: str | None = None
+    kv_split: bool = True
+    group: int = 0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Places one part of the content inside a page; strides and offset in bytes.
+
+    ``plane`` says which of the layer's tensors holds it: 1 for the values of a (keys, values) pair.
+    """
+
+    name: str
+    plane: int
+    offset: int
+    head_stride: int
+    token_stride: int
+    elem_stride: int
+    elems: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this part for one head and token."""
+        return self.elems * self.itemsize
+
+
+class PageFormat(msgspec.Struct, frozen=True):
+    """Describes the inside of a page, the same for every layer that has it.
+
+    ``name`` is for people; equality of bytes is decided by the parts. ``tokens`` are those of one page, which
+    may be a fraction of a block.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    heads: int
+    tokens: int
+    parts: tuple[Part, ...]
+
+    def plane_extent(self, plane: int) -> int:
+        """Bytes from the start of a page to its last byte in that plane."""
+        return max(
+            p.offset
+            + (self.heads - 1) * p.head_stride
+            + (self.tokens - 1) * p.token_stride
+            + (p.elems - 1) * p.elem_stride
+            + p.itemsize
+            for p in self.parts
+            if p.plane == plane
+        )
+
+    def plane_nbytes(self, plane: int) -> int:
+        """Content bytes of a page in that plane; equals the extent where the page has no holes."""
+        return sum(self.heads * self.tokens * p.nbytes for p in self.parts if p.plane == plane)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """Shape, byte strides and storage of a torch tensor or numpy array, without keeping it alive."""
+
+    addr: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    storage_addr: int
+    storage_nbytes: int
+
+    @classmethod
+    def of(cls, tensor: Any) -> TensorView:  # noqa: ANN401 -- torch is optional; told apart by its methods
+        """Read a torch tensor (anything with ``untyped_storage``) or a numpy array."""
+        if hasattr(tensor, "untyped_storage"):
+            storage, size = tensor.untyped_storage(), int(tensor.element_size())
+            strides = tuple(int(s) * size for s in tensor.stride())
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            shape = tuple(int(n) for n in tensor.shape)
+            place = (int(storage.data_ptr()), int(storage.nbytes()))
+            return cls(int(tensor.data_ptr()), shape, strides, size, dtype, *place)
+        if not isinstance(tensor, np.ndarray):
+            raise LayoutError(
+                f"cannot read strides of a {type(tensor).__name__}: need a torch tensor or array"
+            )
+        root = tensor
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        steps = [(n - 1) * s for n, s in zip(root.shape, root.strides, strict=True)]
+        low = _address(root) + sum(step for step in steps if step < 0)
+        nbytes = root.itemsize + sum(abs(step) for step in steps) if root.size else 0
+        dtype, addr = tensor.dtype.name, _address(tensor)
+        return cls(addr, tensor.shape, tensor.strides, tensor.itemsize, dtype, low, nbytes)
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """A page format with what differs per layer: views of the planes and bytes from block to block."""
+
+    format: PageFormat
+    views: tuple[TensorView, ...]
+    block_strides: tuple[int, ...]
+    num_blocks: int
+
+
+def recognise(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> Recognised:
+    """Find the page format of a layer.
+
+    Args:
+        layer: name, for messages.
+        tensors: one view, or two for separate keys and values.
+        spec: what the tensor cannot say.
+
+    Raises:
+        LayoutError: names layer, shape, strides and the formats that are known.
+    """
+    view = tensors[0]
+    if len(tensors) == 2 and (spec.kind != "attention" or _geometry(view) != _geometry(tensors[1])):
+        raise _unknown(layer, view, f"values differ from it: {_geometry(tensors[1])} or kind {spec.kind!r}")
+    if not view.shape or 0 in view.shape:
+        raise _unknown(layer, view, "it is empty")
+    if spec.kind == "state":
+        return _state(layer, view, spec)
+    dims = _find_dims(layer, tensors, spec)
+    size = dict(zip(dims, view.shape, strict=True))
+    stride = dict(zip(dims, view.strides, strict=True))
+    _check_strides(layer, view, dims)
+    if stride["C"] != view.itemsize:
+        raise _unknown(
+            layer, view, f"its content axis steps {stride['C']} bytes, not one {view.itemsize}-byte element"
+        )
+    parts = _cpu_parts(layer, view, dims) if spec.kind == "cpu" else _parts(tensors, spec, size, stride)
+    name = _format_name(spec, size, stride, pair=len(tensors) == 2)
+    dtype = spec.dtype or view.dtype
+    fmt = PageFormat(name, spec.kind, dtype, size.get("H", 1), size["N"], parts)
+    return Recognised(fmt, tuple(tensors), (stride["B"],) * len(tensors), size["B"])
+
+
+def _geometry(view: TensorView) -> tuple[object, ...]:
+    return view.shape, view.strides, view.itemsize, view.dtype
+
+
+def _unknown(layer: str, view: TensorView, why: str) -> LayoutError:
+    return LayoutError(
+        f"layer {layer}: cannot use a tensor of shape {view.shape}, byte strides {view.strides}, dtype "
+        f"{view.dtype}: {why}. {KNOWN_FORMATS}"
+    )
+
+
+def _find_dims(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> str:
+    view, heads = tensors[0], spec.heads[1] - spec.heads[0]
+    known = _DIMS["pair" if len(tensors) == 2 else spec.kind]
+    wanted = [spec.dims] if spec.dims else [d for d in known if len(d) == len(view.shape)]
+
+    def fits(dims: str) -> bool:
+        if dims not in known or len(dims) != len(view.shape):
+            return False
+        size = dict(zip(dims, view.shape, strict=True))
+        return size.get("H", 1) == heads and spec.block_size % size["N"] == 0 and size.get("2", 2) == 2
+
+    found = [dims for dims in wanted if fits(dims)]
+    if not found:
+        raise _unknown(
+            layer,
+            view,
+            f"no known order of axes has {heads} heads and blocks of {spec.block_size}"
+            f" tokens, dims {spec.dims}",
+        )
+    if len({tuple(zip(d, view.shape, strict=True)) for d in found}) > 1 and not _same_meaning(found, view):
+        raise _unknown(layer, view, f"its axes may be any of {found}: say which with LayerSpec(dims=...)")
+    return found[0]
+
+
+def _same_meaning(found: Sequence[str], view: TensorView) -> bool:
+    """Whether the candidates differ only in axes of size 1, so that any of them is right."""
+    return len({tuple((d, n) for d, n in zip(dims, view.shape, strict=True) if n > 1) for dims in found}) == 1
+
+
+def _check_strides(layer: str, view: TensorView, dims: str) -> None:
+    """Refuse axes that share bytes, and the block axis inside the content."""
+    axes = sorted((s, n, d) for s, n, d in zip(view.strides, view.shape, dims, strict=True) if n > 1)
+    reach = view.itemsize
+    for stride, count, dim in axes:
+        if stride < reach:
+            raise _unknown(layer, view, f"axis {dim} steps {stride} bytes but {reach} bytes lie inside it")
+        reach = stride * count
+
+
+def _parts(
+    tensors: Sequence[TensorView], spec: LayerSpec, size: dict[str, int], stride: dict[str, int]
+) -> tuple[Part, ...]:
+    item, elems = tensors[0].itemsize, size["C"]
+    step = (stride.get("H", 0), stride["N"], item)
+    if spec.kind == "mla":
+        return (Part("latent", 0, 0, *step, elems, item),)
+    if len(tensors) == 2:
+        return tuple(Part(name, plane, 0, *step, elems, item) for plane, name in enumerate("kv"))
+    if "2" in size:
+        return tuple(Part(name, 0, i * stride["2"], *step, elems, item) for i, name in enumerate("kv"))
+    if not spec.kv_split or elems % 2:
+        return (Part("kv", 0, 0, *step, elems, item),)
+    half = elems // 2
+    return tuple(Part(name, 0, i * half * item, *step, half, item) for i, name in enumerate("kv"))
+
+
+def _cpu_parts(layer: str, view: TensorView, dims: str) -> tuple[Part, ...]:
+    size = dict(zip(dims, view.shape, strict=True))
+    stride = dict(zip(dims, view.strides, strict=True))
+    item, tokens, elems = view.itemsize, size["N"], size["C"] // 2
+    if size["C"] % 2 or (tokens > 1 and stride["N"] != size["C"] * item):
+        raise _unknown(
+            layer, view, "a cpu page needs keys and values of equal size and dense (block, head) pages"
+        )
+    head = stride["H"]
+    keys = Part("k", 0, 0, head, item, tokens * item, elems, item)
+    return keys, Part("v", 0, tokens * elems * item, head, elems * item, item, elems, item)
+
+
+def _state(layer: str, view: TensorView, spec: LayerSpec) -> Recognised:
+    _check_strides(layer, view, "B" + "s" * (len(view.shape) - 1))
+    nbytes = math.prod(view.shape[1:]) * view.itemsize
+    reach = view.itemsize + sum((n - 1) * s for n, s in zip(view.shape[1:], view.strides[1:], strict=True))
+    if reach != nbytes or spec.heads[1] - spec.heads[0] != 1 or spec.block_size != 1:
+        raise _unknown(
+            layer,
+            view,
+            f"a state page must be dense, one share and block_size 1: {nbytes} bytes spread "
+            f"over {reach}, heads {spec.heads}, block_size {spec.block_size}",
+        )
+    part = Part("state", 0, 0, nbytes, nbytes, 1, nbytes, 1)
+    fmt = PageFormat("state", "state", spec.dtype or view.dtype, 1, 1, (part,))
+    return Recognised(fmt, (view,), (view.strides[0],), view.shape[0])
+
+
+def _format_name(spec: LayerSpec, size: dict[str, int], stride: dict[str, int], *, pair: bool) -> str:
+    if spec.kind != "attention":
+        return {"mla": "MLA", "cpu": "CPU"}[spec.kind]
+    order = "HND" if stride["H"] >= stride["N"] or size["H"] == 1 else "NHD"
+    split = " (keys, values)" if pair else " (2)" if "2" in size else ""
+    outer = " block-inner" if stride["B"] < stride["H"] and size["H"] > 1 else ""
+    return order + split + outer

@@ -1,0 +1,325 @@
+"""Turns block ids and a token range into rows to read and reshapes to run.
+
+A ``Planner`` is made once per (local rank, remote engine) at the handshake, which is where every pair it
+could not serve is refused. ``plan`` is then pure arithmetic on the request's block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrdma.errors import PlanError
+from kvrdma.layout import KVLayout, Storage, TokenShare
+from kvrdma.plan.finish import check_bounds, join_rows
+from kvrdma.plan.landing import ReadCost
+from kvrdma.plan.prepare import LayerGroup, PageTemplate, PlaneBases, Stream, prepare
+from kvrdma.plan.tokens import Ints, tokens_before
+from kvrdma.reshape.spec import Reshape
+from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Rows
+from kvrdma.topology import RankId, Source
+
+
+class TokenRange(NamedTuple):
+    """Positions ``[start, end)`` to read: from the end of the cached prefix to the last one computed."""
+
+    start: int
+    end: int
+
+    def last(self, window: int) -> TokenRange:
+        """What a sliding window still needs: the last ``window`` positions of the range."""
+        return TokenRange(max(self.start, self.end - window), self.end)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Block ids of one KV group, with the place in the sequence they belong to.
+
+    Attributes:
+        ids: one-dimensional integers. Blocks beyond the token range (lookahead) are ignored.
+        first: which block of the sequence ``ids[0]`` is; more than 0 where leading blocks were dropped.
+    """
+
+    ids: Sequence[int] | Ints
+    first: int = 0
+
+    @classmethod
+    def without_null(cls, ids: Sequence[int], null: int = 0) -> BlockSpan:
+        """Drop leading null blocks, as a sliding window leaves them, and remember how many there were."""
+        first = next((i for i, block in enumerate(ids) if block != null), len(ids))
+        return cls(ids[first:], first)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReads:
+    """What to read from one remote rank. ``rows`` may be empty: the rank must still be told when done.
+
+    Attributes:
+        source: the remote rank and the heads taken from it.
+        rows: ``(N, 4)`` uint64: local address, index in the rank's regions, offset, bytes.
+        rows_before: rows before adjacent ones were joined.
+    """
+
+    source: Source
+    rows: Rows
+    rows_before: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return int(self.rows[:, LENGTH].sum())
+
+
+@dataclass(frozen=True, slots=True)
+class PageReshape:
+    """One reshape and the pages it finishes, to run when the reads of *all* sources are done.
+
+    Attributes:
+        reshape: the transpose of each page.
+        layers: names of the layers.
+        plane: which tensor of the layers: 1 for the values of a (keys, values) pair.
+        pages: int64 indices along the tensor's block axis.
+    """
+
+    reshape: Reshape
+    layers: tuple[str, ...]
+    plane: int
+    pages: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Everything one rank does to fetch a request: one entry per source rank, and what remains in place."""
+
+    sources: tuple[SourceReads, ...]
+    reshapes: tuple[PageReshape, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read from all sources."""
+        return sum(source.nbytes for source in self.sources)
+
+
+class _Pages(NamedTuple):
+    """Equal pages of a layer group: template, local page ids, and remote page index at the period's start."""
+
+    template: PageTemplate
+    local: Ints
+    remote_start: Ints
+
+
+class Planner:
+    """Plans any number of requests for one local rank against one remote engine."""
+
+    def __init__(
+        self,
+        local: KVLayout,
+        remote: Mapping[RankId, KVLayout],
+        sources: Sequence[Source],
+        cost: ReadCost | None = None,
+    ) -> None:
+        """Check the pair and prepare it; see ``prepare`` for the errors."""
+        self.sources = tuple(sources)
+        self._local_regions: tuple[Storage, ...] = local.regions
+        self._remote_regions = [
+            remote[source.rank].regions if source.rank in remote else () for source in sources
+        ]
+        self._groups = prepare(local, remote, sources, cost or ReadCost())
+
+    def plan(
+        self,
+        local: Sequence[BlockSpan],
+        remote: Sequence[BlockSpan],
+        tokens: TokenRange | Sequence[TokenRange],
+    ) -> ReadPlan:
+        """Plan one request.
+
+        Args:
+            local: this rank's blocks, one span per KV group.
+            remote: the remote engine's blocks (the same ids on all its ranks), one span per KV group.
+            tokens: positions to read, for all groups or one range per group. Groups of state ignore it: their
+                blocks are paired one to one.
+
+        Raises:
+            PlanError: a block that the range needs is missing, repeated or outside its tensor, the number of
+                spans is wrong, or a row would leave its region.
+        """
+        rows: list[list[Rows]] = [[] for _ in self.sources]
+        reshapes: dict[tuple[tuple[str, ...], int, Reshape], list[Ints]] = {}
+        for group in self._groups:
+            if group.group >= min(len(local), len(remote)):
+                raise PlanError(
+                    f"layer {group.names[0]} uses KV group {group.group}: got {len(local)} local and "
+                    f"{len(remote)} remote block spans"
+                )
+            spans = local[group.group], remote[group.group]
+            if group.format.kind == "state":
+                spans = BlockSpan(spans[0].ids), BlockSpan(spans[1].ids)
+            wanted = _range_of(group, tokens, spans)
+            here = _page_ids(spans[0], group.pages_per_block, "local")
+            there = _page_ids(spans[1], group.remote_pages_per_block, "remote")
+            _check_remote(group, there, wanted)
+            for pages in _pages(group, here, wanted):
+                for stream in pages.template.streams:
+                    rows[stream.source].append(_fill(group, stream, pages, there))
+                for plane, reshape in pages.template.reshapes:
+                    reshapes.setdefault((group.names, plane, reshape), []).append(pages.local)
+        finished = tuple(
+            PageReshape(key[2], key[0], key[1], np.concatenate(p)) for key, p in reshapes.items()
+        )
+        return ReadPlan(tuple(map(self._finish, range(len(rows)), rows)), finished)
+
+    def _finish(self, index: int, pieces: list[Rows]) -> SourceReads:
+        rows = np.concatenate(pieces) if pieces else np.empty((0, 4), np.uint64)
+        joined = join_rows(rows, self._local_regions)
+        check_bounds(joined, self._local_regions, self._remote_regions[index])
+        return SourceReads(self.sources[index], joined, len(rows))
+
+
+def _range_of(
+    group: LayerGroup, tokens: TokenRange | Sequence[TokenRange], spans: tuple[BlockSpan, BlockSpan]
+) -> TokenRange:
+    if group.format.kind == "state":
+        if len(spans[0].ids) != len(spans[1].ids):
+            raise PlanError(
+                f"layer {group.names[0]}: {len(spans[0].ids)} local and {len(spans[1].ids)} remote state "
+                "blocks cannot be paired; clip both to the running state first"
+            )
+        return TokenRange(0, len(spans[0].ids))
+    if isinstance(tokens, TokenRange):
+        wanted = tokens
+    elif group.group < len(tokens):
+        wanted = TokenRange(*tokens[group.group])
+    else:
+        raise PlanError(f"KV group {group.group} has no token range; got {len(tokens)}")
+    if not 0 <= wanted.start <= wanted.end:
+        raise PlanError(f"KV group {group.group}: token range must satisfy 0 <= start <= end, got {wanted}")
+    return wanted
+
+
+class _PageIds(NamedTuple):
+    """Page ids of a span, and the index in the sequence of the first."""
+
+    ids: Ints
+    first: int
+    side: str
+
+    def at(self, index: Ints, layer: str) -> Ints:
+        """Look up pages by their index in the sequence."""
+        place = index - self.first
+        if place.size and (int(place.min()) < 0 or int(place.max()) >= len(self.ids)):
+            bad = int(index[(place < 0) | (place >= len(self.ids))].flat[0])
+            raise PlanError(
+                f"layer {layer}: needs {self.side} page {bad} of the sequence, but the blocks cover pages "
+                f"{self.first} to {self.first + len(self.ids) - 1}"
+            )
+        return self.ids[place]
+
+
+def _page_ids(span: BlockSpan, per_block: int, side: str) -> _PageIds:
+    ids = np.asarray(span.ids, dtype=np.int64).reshape(-1)
+    if per_block > 1:
+        ids = (ids[:, None] * per_block + np.arange(per_block)).ravel()
+    return _PageIds(ids, span.first * per_block, side)
+
+
+def _pages(group: LayerGroup, here: _PageIds, wanted: TokenRange) -> Iterator[_Pages]:
+    """Group the needed local pages by template: full ones by their place in the period, then clipped ones."""
+    lo, hi = tokens_before(group.tokens, wanted.start), tokens_before(group.tokens, wanted.end)
+    if hi <= lo:
+        return
+    size, period = group.format.tokens, len(group.map.pages)
+    used = here.at(np.arange(lo // size, -(-hi // size)), group.names[0])
+    _refuse_repeats(used, "local", group.names[0])
+    full_lo, full_hi = -(-lo // size), hi // size
+    jobs = [
+        (np.arange(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))
+    ]
+    jobs += [
+        (np.array([page]), max(lo - page * size, 0), min(hi - page * size, size))
+        for page in sorted({lo // size, (hi - 1) // size})
+        if not full_lo <= page < full_hi
+    ]
+    for index, start, end in jobs:
+        ids = here.at(index, group.names[0])
+        template = group.template(int(index[0]) % period, start, end)
+        starts = index // period * group.map.remote_pages
+        order = np.argsort(ids, kind="stable")
+        yield _Pages(template, ids[order], starts[order])
+
+
+def _check_remote(group: LayerGroup, there: _PageIds, wanted: TokenRange) -> None:
+    """Refuse remote pages that repeat within the range, such as null blocks behind a sliding window."""
+    last = TokenShare(group.theirs.dcp_size - 1, group.theirs.dcp_size, group.theirs.interleave)
+    first = replace(last, dcp_rank=0)
+    size = group.theirs.tokens
+    lo, hi = tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
+    if wanted.start < wanted.end:
+        _refuse_repeats(there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0])
+
+
+def _refuse_repeats(ids: Ints, side: str, layer: str) -> None:
+    ordered = np.sort(ids)
+    again = ordered[1:] == ordered[:-1]
+    if again.any():
+        raise PlanError(
+            f"layer {layer}: {side} page {int(ordered[1:][again][0])} appears twice "
+            "among those needed: two positions would share its bytes"
+        )
+
+
+def _fill(group: LayerGroup, stream: Stream, pages: _Pages, there: _PageIds) -> Rows:
+    """Broadcast one stream over layers, pages and rows of the template: ``(layers * pages * rows, 4)``."""
+    local = group.local[stream.local_plane]
+    remote = group.remote[(stream.source, stream.remote_plane)]
+    index = pages.remote_start[:, None] + stream.remote_page
+    theirs = there.at(index, group.names[0])
+    _refuse_outside(pages.local, local, "local", group.names[0])
+    _refuse_outside(theirs, remote, "remote", group.names[0])
+    mine = pages.local.astype(np.uint64)[:, None] * np.uint64(local.page_stride) + stream.local_offset
+    other = theirs.astype(np.uint64) * np.uint64(remote.page_stride) + stream.remote_offset
+    rows = np.empty((len(group.names), len(pages.local), len(stream.length), 4), np.uint64)
+    np.add(local.base[:, None, None], mine, out=rows[..., LOCAL])
+    rows[..., REGION] = remote.region[:, None, None]
+    np.add(remote.base[:, None, None], other, out=rows[..., OFFSET])
+    rows[..., LENGTH] = stream.length
+    return rows.reshape(-1, 4)
+
+
+def _refuse_outside(ids: Ints, plane: PlaneBases, side: str, layer: str) -> None:
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= plane.num_pages):
+        bad = int(ids[(ids < 0) | (ids >= plane.num_pages)].flat[0])
+        raise PlanError(f"layer {layer}: {side} page {bad} is outside its tensor of {plane.num_pages} pages")
+
+
+@lru_cache(maxsize=64)
+def _planner(
+    local: KVLayout, remote: tuple[tuple[RankId, KVLayout], ...], sources: tuple[Source, ...]
+) -> Planner:
+    return Planner(local, dict(remote), sources)
+
+
+def plan_reads(
+    local: KVLayout,
+    remote: Mapping[RankId, KVLayout],
+    topology: Sequence[Source],
+    local_blocks: Sequence[BlockSpan],
+    remote_blocks: Sequence[BlockSpan],
+    tokens: TokenRange | Sequence[TokenRange],
+) -> ReadPlan:  # the six are the two engines, who reads whom, and the request
+    """Plan one request, preparing the pair on first use; see ``Planner`` for arguments and errors.
+
+    Args:
+        local: layout of this rank.
+        remote: layouts of the source ranks.
+        topology: what ``select_sources`` chose for this rank.
+        local_blocks: one span per KV group.
+        remote_blocks: one span per KV group.
+        tokens: positions to read, for all groups or per group.
+    """
+    planner = _planner(local, tuple(remote.items()), tuple(topology))
+    return planner.plan(local_blocks, remote_blocks, tokens)

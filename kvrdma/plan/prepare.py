@@ -1,0 +1,256 @@
+"""What a plan can know at the handshake: layers grouped by geometry, their sources, and page templates.
+
+A template holds the rows of one page relative to page starts. It is computed once per group of equal layers
+and page of the period, so that a request costs one broadcast over its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvrdma.errors import IncompatibleError, PlanError
+from kvrdma.layout import KVLayout, Layer, TokenShare, check_compatible
+from kvrdma.page_format import PageFormat
+from kvrdma.plan.cells import (
+    LENGTH,
+    LOCAL_OFFSET,
+    LOCAL_PLANE,
+    REMOTE_OFFSET,
+    REMOTE_PAGE,
+    REMOTE_PLANE,
+    SOURCE,
+    SourceShare,
+    Table,
+    direct_rows,
+    merge_table,
+)
+from kvrdma.plan.landing import ReadCost, choose_landing
+from kvrdma.plan.tokens import Ints, PageSide, TokenMap, token_map
+from kvrdma.reshape.spec import Reshape
+from kvrdma.topology import RankId, Source
+
+Words = npt.NDArray[np.uint64]
+
+_MAX_CLIPPED = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows of a page that share source and planes; arrays of one length, relative to page starts."""
+
+    source: int
+    local_plane: int
+    remote_plane: int
+    remote_page: Ints
+    local_offset: Words
+    remote_offset: Words
+    length: Words
+
+
+@dataclass(frozen=True, slots=True)
+class PageTemplate:
+    """All rows of one page, and the reshapes that finish it as ``(plane, reshape)``."""
+
+    streams: tuple[Stream, ...]
+    reshapes: tuple[tuple[int, Reshape], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneBases:
+    """Where one plane's pages start: base and region of every layer of a group (uint64), stride, pages."""
+
+    base: Words
+    region: Words
+    page_stride: int
+    num_pages: int
+
+
+@dataclass(slots=True)
+class LayerGroup:
+    """Layers whose pages are filled by the same rows at different bases.
+
+    ``remote`` maps (source, plane) to the bases on that source. ``local`` bases are addresses, remote bases
+    offsets in a region.
+    """
+
+    names: tuple[str, ...]
+    group: int
+    format: PageFormat
+    pages_per_block: int
+    remote_pages_per_block: int
+    tokens: TokenShare
+    shares: tuple[SourceShare, ...]
+    map: TokenMap
+    theirs: PageSide
+    local: tuple[PlaneBases, ...]
+    remote: Mapping[tuple[int, int], PlaneBases]
+    cost: ReadCost
+    _templates: dict[tuple[int, int, int], PageTemplate] = field(default_factory=dict)
+
+    def template(self, page: int, lo: int, hi: int) -> PageTemplate:
+        """Rows for slots ``[lo, hi)`` of the ``page``-th page of the period; reshapes for full pages only."""
+        key = (page, lo, hi)
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= _MAX_CLIPPED + len(self.map.pages):
+                self._templates.clear()
+            found = self._templates[key] = self._build(page, lo, hi)
+        return found
+
+    def _build(self, page: int, lo: int, hi: int) -> PageTemplate:
+        runs = self.map.pages[page].clip(lo, hi)
+        table = np.concatenate([direct_rows(self.format, share, runs) for share in self.shares])
+        table = merge_table(table)
+        if hi - lo < self.format.tokens:
+            return PageTemplate(tuple(_streams(table)), ())
+        landings = [
+            choose_landing(table[table[:, LOCAL_PLANE] == plane], self.format, plane, self.cost)
+            for plane in range(len(self.local))
+        ]
+        streams = [stream for landing in landings for stream in _streams(landing.rows)]
+        reshapes = [(plane, r) for plane, landing in enumerate(landings) for r in landing.reshapes]
+        return PageTemplate(tuple(streams), tuple(reshapes))
+
+
+def _streams(table: Table) -> Iterator[Stream]:
+    keys = table[:, [SOURCE, LOCAL_PLANE, REMOTE_PLANE]]
+    for key in np.unique(keys, axis=0):
+        rows = table[(keys == key).all(axis=1)]
+        rows = rows[np.argsort(rows[:, LOCAL_OFFSET], kind="stable")]
+        offsets = [rows[:, c].astype(np.uint64) for c in (LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)]
+        source, local_plane, remote_plane = key.tolist()
+        pages = np.ascontiguousarray(rows[:, REMOTE_PAGE])
+        yield Stream(source, local_plane, remote_plane, pages, *offsets)
+
+
+def prepare(
+    local: KVLayout, remote: Mapping[RankId, KVLayout], sources: Sequence[Source], cost: ReadCost
+) -> list[LayerGroup]:
+    """Check a pair of engines and group the local layers by geometry.
+
+    Args:
+        local: layout of this rank.
+        remote: layouts of (at least) the source ranks.
+        sources: what ``select_sources`` chose, in order of preference.
+        cost: prices for the choice between direct rows and reshapes.
+
+    Raises:
+        IncompatibleError: a pair differs in a way no plan can bridge, or some head or token share of a layer
+            is on none of the sources.
+        PlanError: a source has no layout.
+    """
+    for source in sources:
+        if source.rank not in remote:
+            raise PlanError(f"source {source.rank} has no layout; known ranks: {sorted(remote)}")
+        check_compatible(local, remote[source.rank])
+    layouts = [remote[source.rank] for source in sources]
+    named = [layout.by_name() for layout in layouts]
+    groups: dict[object, list[tuple[Layer, list[Layer | None]]]] = {}
+    shares: dict[object, tuple[SourceShare, ...]] = {}
+    for layer in local.layers:
+        found = tuple(_claim(local, layer, layouts, [layers.get(layer.name) for layers in named]))
+        others = [layers.get(layer.name) for layers in named]
+        key = (_key(layer), found, tuple(_key(others[share.index]) for share in found))
+        groups.setdefault(key, []).append((layer, others))
+        shares[key] = found
+    return [_group(local, layouts, members, (shares[key], cost)) for key, members in groups.items()]
+
+
+def _key(layer: Layer | None) -> object:
+    """Everything about a layer but its name and bases."""
+    assert layer is not None
+    planes = tuple((plane.page_stride, plane.num_pages) for plane in layer.planes)
+    return layer.group, layer.format, layer.heads, layer.pages_per_block, planes
+
+
+def _share(layout: KVLayout, fmt: PageFormat) -> TokenShare:
+    """Token share of a layer: state is not split by position."""
+    if fmt.kind == "state":
+        return TokenShare()
+    return TokenShare(layout.dcp_rank, layout.dcp_size, layout.interleave)
+
+
+def _claim(
+    local: KVLayout, layer: Layer, layouts: Sequence[KVLayout], others: Sequence[Layer | None]
+) -> Iterator[SourceShare]:
+    """Give each (head, dcp rank) of a layer to the first source that holds it; refuse if one is left."""
+    fmt = local.format_of(layer)
+    side: tuple[PageSide, int] | None = None
+    missing: set[tuple[int, int]] = set()
+    for index, (layout, other) in enumerate(zip(layouts, others, strict=True)):
+        if other is None:
+            continue
+        theirs = layout.format_of(other)
+        share = _share(layout, theirs)
+        this = (PageSide(theirs.tokens, share.dcp_size, share.interleave), other.pages_per_block)
+        if side is None:
+            side, mine = this, _share(local, fmt)
+            ranks = token_map(
+                PageSide(fmt.tokens, mine.dcp_size, mine.interleave), mine.dcp_rank, this[0]
+            ).dcp_ranks
+            missing = {(head, rank) for head in range(*layer.heads) for rank in ranks}
+        if side != this:
+            raise IncompatibleError(
+                f"layer {layer.name}: remote ranks differ in block or dcp sizes: {side} and {this}"
+            )
+        heads = [h for h in range(*other.heads) if (h, share.dcp_rank) in missing]
+        missing -= {(h, share.dcp_rank) for h in heads}
+        for lo, hi in _intervals(heads):
+            places = (hi - lo, lo - layer.heads[0], lo - other.heads[0])
+            yield SourceShare(index, share.dcp_rank, theirs, *places)
+    if missing or side is None:
+        raise IncompatibleError(
+            f"layer {layer.name}: no source holds (head, dcp rank) {sorted(missing) or 'any'}; local heads "
+            f"are {layer.heads} of {layer.total_heads}, remote heads {[o.heads for o in others if o]}"
+        )
+
+
+def _intervals(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending integers as ``[lo, hi)`` intervals."""
+    cuts = [i for i in range(len(heads)) if i == 0 or heads[i] != heads[i - 1] + 1]
+    for start, end in zip(cuts, [*cuts[1:], len(heads)], strict=False):
+        yield heads[start], heads[end - 1] + 1
+
+
+def _group(
+    local: KVLayout,
+    layouts: Sequence[KVLayout],
+    members: list[tuple[Layer, list[Layer | None]]],
+    chosen: tuple[tuple[SourceShare, ...], ReadCost],
+) -> LayerGroup:
+    shares, cost = chosen
+    members.sort(key=lambda member: _address(local, member[0]))
+    layers = [layer for layer, _ in members]
+    first = layers[0]
+    fmt, tokens = local.format_of(first), _share(local, local.format_of(first))
+    bases = tuple(_bases(layers, plane, local) for plane in range(len(first.planes)))
+    remote: dict[tuple[int, int], PlaneBases] = {}
+    per_block = 1
+    theirs = PageSide(1, 1, 1)
+    for share in shares:
+        others = [other for _, row in members if (other := row[share.index]) is not None]
+        per_block = others[0].pages_per_block
+        token_share = _share(layouts[share.index], share.format)
+        theirs = PageSide(share.format.tokens, token_share.dcp_size, token_share.interleave)
+        remote.update({(share.index, plane): _bases(others, plane) for plane in range(len(others[0].planes))})
+    pairing = token_map(PageSide(fmt.tokens, tokens.dcp_size, tokens.interleave), tokens.dcp_rank, theirs)
+    names = tuple(layer.name for layer in layers)
+    sizes = (first.pages_per_block, per_block)
+    return LayerGroup(names, first.group, fmt, *sizes, tokens, shares, pairing, theirs, bases, remote, cost)
+
+
+def _address(local: KVLayout, layer: Layer) -> int:
+    return local.regions[layer.planes[0].region].addr + layer.planes[0].offset
+
+
+def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout | None = None) -> PlaneBases:
+    """Bases of one plane over layers: addresses if the owner's regions are given, else region offsets."""
+    planes = [layer.planes[plane] for layer in layers]
+    starts = [owner.regions[p.region].addr if owner else 0 for p in planes]
+    base = np.array([p.offset + start for p, start in zip(planes, starts, strict=True)], np.uint64)
+    region = np.array([p.region for p in planes], np.uint64)
+    return PlaneBases(base, region, planes[0].page_stride, planes[0].num_pages)
