@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvrdma.reshape.spec import Reshape
 
 NATIVE_NBYTES = (16, 8, 4, 2, 1)
+BATCH = 64
 
 
 def apply_cpu(reshape: Reshape, memory: PagedMemory, pages: NDArray[np.int64]) -> None:
@@ -42,9 +43,10 @@ def apply_cpu(reshape: Reshape, memory: PagedMemory, pages: NDArray[np.int64]) -
     landed, final = view(movement.shape), view(movement.result_shape)
     scratch = np.empty((*units, *movement.shape), dtype)
     permuted = scratch.transpose(*range(len(units)), *(a + len(units) for a in movement.axes))
-    for page in pages.tolist():
-        scratch[...] = landed[page]
-        final[page] = permuted
+    for start in range(0, len(pages), BATCH):
+        for page in pages[start : start + BATCH].tolist():  # a list of all numbers could outweigh the pages
+            scratch[...] = landed[page]
+            final[page] = permuted
 
 
 def _dtype(itemsize: int) -> np.dtype[np.generic]:

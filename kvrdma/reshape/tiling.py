@@ -84,7 +84,7 @@ def plan_tiling(reshape: Reshape, alignment: int, shared_limit: int) -> tuple[Ti
         return _cycle_tiling(fixed, inner, nbytes, piece)
     together = 1
     if taken == nbytes:
-        together = max(g for g in range(1, fixed + 1) if fixed % g == 0 and _fits(g * elements * nbytes, g))
+        together = _groups_together(fixed, min(TILE_NBYTES, shared_limit) // (elements * nbytes))
     whole = (
         taken == nbytes and math.gcd(VECTOR_NBYTES, alignment, together * elements * nbytes) == VECTOR_NBYTES
     )
@@ -103,8 +103,9 @@ def plan_tiling(reshape: Reshape, alignment: int, shared_limit: int) -> tuple[Ti
     return tiling, table
 
 
-def _fits(nbytes: int, groups: int) -> bool:
-    return groups == 1 or nbytes <= TILE_NBYTES
+def _groups_together(groups: int, most: int) -> int:
+    """Finds how many small sub-units to put into one tile: the largest divisor up to ``most``, at least 1."""
+    return next((g for g in range(min(groups, most), 1, -1) if groups % g == 0), 1)
 
 
 def _split_fixed_axis(
