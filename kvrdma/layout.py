@@ -17,6 +17,9 @@ from kvrdma.errors import IncompatibleError, LayoutError
 from kvrdma.page_format import LayerSpec, PageFormat, Recognised, TensorView, recognise
 
 
+_MAX_BYTES = 1 << 62
+
+
 class Storage(msgspec.Struct, frozen=True):
     """One allocation to register: address in its own process, and bytes."""
 
@@ -136,6 +139,8 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
                 f"need interleave >= 1 and 0 <= dcp_rank < dcp_size, got interleave {self.interleave}, "
                 f"dcp_rank {self.dcp_rank}, dcp_size {self.dcp_size}"
             )
+        if any(not 0 <= n < _MAX_BYTES for r in self.regions for n in (r.addr, r.nbytes, r.addr + r.nbytes)):
+            raise LayoutError(f"regions must lie below address {_MAX_BYTES:#x}, got {self.regions}")
         if len(self.by_name()) != len(self.layers):
             raise LayoutError(f"layer names repeat: {sorted(layer.name for layer in self.layers)}")
         for layer in self.layers:
@@ -187,7 +192,9 @@ def _check_layer(layout: KVLayout, layer: Layer) -> None:
         )
     for part in fmt.parts:
         numbers = (part.offset, part.head_stride, part.token_stride, part.elem_stride)
-        if min(numbers) < 0 or part.elems < 1 or part.itemsize < 1 or not 0 <= part.plane < len(layer.planes):
+        sizes = (part.elems, part.itemsize, layer.pages_per_block)
+        small = min(numbers) >= 0 and min(sizes) >= 1 and max(*numbers, *sizes) < _MAX_BYTES
+        if not small or not 0 <= part.plane < len(layer.planes):
             raise LayoutError(f"{where}: {part} is malformed or names none of its {len(layer.planes)} planes")
     for number, plane in enumerate(layer.planes):
         _check_plane(layout, layer, number, plane)
@@ -198,13 +205,13 @@ def _check_plane(layout: KVLayout, layer: Layer, number: int, plane: Plane) -> N
     fmt = layout.format_of(layer)
     if not any(part.plane == number for part in fmt.parts):
         raise LayoutError(f"{where}: no part of format {fmt.name} lies in it")
-    if not 0 <= plane.region < len(layout.regions) or plane.num_pages < 1 or plane.page_stride < 0:
+    if not 0 <= plane.region < len(layout.regions) or plane.num_pages < 1:
         raise LayoutError(f"{where}: {plane} does not fit {len(layout.regions)} regions")
     nbytes = layout.regions[plane.region].nbytes
     end = plane.offset + (plane.num_pages - 1) * plane.page_stride + fmt.plane_extent(number)
-    if plane.offset < 0 or end > nbytes:
+    if plane.offset < 0 or end > nbytes or not 0 <= plane.page_stride <= nbytes:
         raise LayoutError(
-            f"{where}: pages span bytes {plane.offset} to {end} of region {plane.region} of {nbytes} bytes"
+            f"{where}: pages {plane.page_stride} bytes apart span bytes {plane.offset} to {end} of region {plane.region} of {nbytes} bytes"
         )
 
 

@@ -181,7 +181,7 @@ def recognise(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> Rec
         return _state(layer, view, spec)
     dims = _find_dims(layer, tensors, spec)
     size = dict(zip(dims, view.shape, strict=True))
-    stride = dict(zip(dims, view.strides, strict=True))
+    stride = _steps(dims, view)
     _check_strides(layer, view, dims)
     if stride["C"] != view.itemsize:
         raise _unknown(
@@ -234,6 +234,12 @@ def _same_meaning(found: Sequence[str], view: TensorView) -> bool:
     return len({tuple((d, n) for d, n in zip(dims, view.shape, strict=True) if n > 1) for dims in found}) == 1
 
 
+def _steps(dims: str, view: TensorView) -> dict[str, int]:
+    """Byte strides by axis; what an axis of size 1 steps means nothing and would only differ between layers."""
+    steps = {d: s if n > 1 else 0 for d, s, n in zip(dims, view.strides, view.shape, strict=True)}
+    return {**steps, "C": steps["C"] or view.itemsize}
+
+
 def _check_strides(layer: str, view: TensorView, dims: str) -> None:
     """Refuse axes that share bytes, and the block axis inside the content."""
     axes = sorted((s, n, d) for s, n, d in zip(view.strides, view.shape, dims, strict=True) if n > 1)
@@ -263,7 +269,7 @@ def _parts(
 
 def _cpu_parts(layer: str, view: TensorView, dims: str) -> tuple[Part, ...]:
     size = dict(zip(dims, view.shape, strict=True))
-    stride = dict(zip(dims, view.strides, strict=True))
+    stride = _steps(dims, view)
     item, tokens, elems = view.itemsize, size["N"], size["C"] // 2
     if size["C"] % 2 or (tokens > 1 and stride["N"] != size["C"] * item):
         raise _unknown(
@@ -287,7 +293,8 @@ def _state(layer: str, view: TensorView, spec: LayerSpec) -> Recognised:
         )
     part = Part("state", 0, 0, nbytes, nbytes, 1, nbytes, 1)
     fmt = PageFormat("state", "state", spec.dtype or view.dtype, 1, 1, (part,))
-    return Recognised(fmt, (view,), (view.strides[0],), view.shape[0])
+    stride = view.strides[0] if view.shape[0] > 1 else 0
+    return Recognised(fmt, (view,), (stride,), view.shape[0])
 
 
 def _format_name(spec: LayerSpec, size: dict[str, int], stride: dict[str, int], *, pair: bool) -> str:

@@ -64,7 +64,7 @@ class RankCache:
     rank: RankId
     layout: KVLayout
     storages: list[Bytes]
-    tensors: dict[str, Any]
+    tensors: dict[str, Array | tuple[Array, Array]]
     parts: dict[str, dict[str, Array]]
     heads: tuple[int, int]
 
@@ -72,7 +72,7 @@ class RankCache:
 @dataclass
 class _Built:
     storages: list[Bytes] = field(default_factory=list)
-    tensors: dict[str, Any] = field(default_factory=dict)
+    tensors: dict[str, Array | tuple[Array, Array]] = field(default_factory=dict)
     parts: dict[str, dict[str, Array]] = field(default_factory=dict)
     dims: str = "BHNC"
 
@@ -80,7 +80,7 @@ class _Built:
         self.storages.append(np.full(nbytes + 2 * SLACK, poison, np.uint8))
         return self.storages[-1][SLACK : SLACK + nbytes]
 
-    def add(self, layer: str, tensor: Any, **parts: Array) -> None:
+    def add(self, layer: str, tensor: Array | tuple[Array, Array], **parts: Array) -> None:
         self.tensors[layer] = tensor
         self.parts[layer] = parts
 
@@ -182,7 +182,7 @@ def make_rank(
 
 
 def place(engine: EngineModel, position: int) -> tuple[int, int, int]:
-    """(dcp rank, block of the sequence, slot in the block) of a position: DESIGN.md section 5, word for word."""
+    """(dcp rank, block of the sequence, slot in the block) of a position, as DESIGN.md section 5 has it."""
     p, w, i, b = position, engine.shape.dcp_size, engine.shape.interleave, engine.block
     return (p // i) % w, p // (b * w), ((p % (b * w)) // (w * i)) * i + p % i
 

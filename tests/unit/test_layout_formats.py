@@ -1,0 +1,237 @@
+"""Which tensors are recognised, where each byte of a page is, and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvrdma.errors import LayoutError
+from kvrdma.layout import KVLayout, TokenShare
+from kvrdma.page_format import LayerSpec, Part
+
+ATTENTION = LayerSpec((0, 4), 8, 16)
+
+
+def only(layout: KVLayout) -> tuple[str, tuple[Part, ...]]:
+    (fmt,) = layout.formats
+    return fmt.name, fmt.parts
+
+
+def read(tensor: object, spec: LayerSpec = ATTENTION) -> KVLayout:
+    return KVLayout.from_tensors({"a": tensor}, spec)
+
+
+def test_hnd() -> None:
+    """[B, H, N, C], 2 bytes an element: page of 4 heads, 16 tokens, 6 + 6 elements."""
+    name, parts = only(read(np.zeros((3, 4, 16, 12), np.uint16)))
+    assert name == "HND"
+    assert parts == (Part("k", 0, 0, 384, 24, 2, 6, 2), Part("v", 0, 12, 384, 24, 2, 6, 2))
+
+
+def test_nhd_by_strides_and_by_shape() -> None:
+    memory = np.zeros((3, 16, 4, 12), np.uint16)
+    expected = (Part("k", 0, 0, 24, 96, 2, 6, 2), Part("v", 0, 12, 24, 96, 2, 6, 2))
+    assert only(read(memory.transpose(0, 2, 1, 3))) == ("NHD", expected)
+    assert only(read(memory)) == ("NHD", expected)
+
+
+def test_mla() -> None:
+    spec = LayerSpec((0, 1), 1, 16, "mla")
+    for shape in ((3, 16, 576), (3, 1, 16, 576)):
+        name, (part,) = only(read(np.zeros(shape, np.uint8), spec))
+        assert (name, part.name, part.token_stride, part.elems) == ("MLA", "latent", 576, 576)
+
+
+def test_cpu_page() -> None:
+    """Per head 16 x 6 keys transposed, then 16 x 6 values: key element d of token n at (d * 16 + n) * 2."""
+    name, (keys, values) = only(read(np.zeros((3, 4, 16, 12), np.uint16), LayerSpec((0, 4), 8, 16, "cpu")))
+    assert name == "CPU"
+    assert keys == Part("k", 0, 0, 384, 2, 32, 6, 2)
+    assert values == Part("v", 0, 192, 384, 12, 2, 6, 2)
+
+
+def test_block_outermost_strides_share_one_region() -> None:
+    memory = np.zeros((5, 2, 4, 16, 12), np.uint16)
+    layout = KVLayout.from_tensors({"a": memory[:, 0], "b": memory[:, 1]}, ATTENTION)
+    assert len(layout.regions) == 1
+    assert layout.regions[0].nbytes == memory.nbytes
+    planes = [layer.planes[0] for layer in layout.layers]
+    assert [(p.offset, p.page_stride, p.num_pages) for p in planes] == [(0, 3072, 5), (1536, 3072, 5)]
+
+
+def test_leading_two_and_second_two() -> None:
+    for shape, step in (((2, 7, 16, 4, 6), 5376), ((7, 2, 16, 4, 6), 768)):
+        name, (keys, values) = only(read(np.zeros(shape, np.uint16)))
+        assert name == "NHD (2)"
+        assert (keys.offset, values.offset, keys.token_stride, keys.head_stride) == (0, step, 48, 12)
+
+
+def test_separate_keys_and_values_are_two_regions() -> None:
+    pair = tuple(np.zeros((7, 16, 4, 6), np.uint16) for _ in "kv")
+    layout = read(pair)
+    assert len(layout.regions) == 2
+    assert [plane.region for plane in layout.layers[0].planes] == [0, 1]
+    assert [part.plane for part in layout.formats[0].parts] == [0, 1]
+
+
+def test_odd_content_and_inline_scales_stay_one_part() -> None:
+    for content, spec in ((13, ATTENTION), (132, LayerSpec((0, 4), 8, 16, kv_split=False))):
+        _, (part,) = only(read(np.zeros((3, 4, 16, content), np.uint8), spec))
+        assert (part.name, part.nbytes) == ("kv", content)
+
+
+def test_state_is_opaque() -> None:
+    spec = LayerSpec((1, 2), 4, 1, "state")
+    layout = read(np.zeros((3, 1, 1, 999), np.int8), spec)
+    assert layout.formats[0].plane_nbytes(0) == 999
+    padded = np.zeros((3, 1024), np.int8)[:, :999]
+    assert read(padded, spec).layers[0].planes[0].page_stride == 1024
+
+
+def test_kernel_blocks() -> None:
+    """Blocks of 64 tokens stored as kernel blocks of 16: a block id names four pages."""
+    layout = read(np.zeros((12, 4, 16, 12), np.uint16), LayerSpec((0, 4), 8, 64))
+    assert (layout.layers[0].pages_per_block, layout.block_size(layout.layers[0])) == (4, 64)
+
+
+def test_declared_dtype_wins() -> None:
+    spec = LayerSpec((0, 4), 8, 16, dtype="bfloat16")
+    assert read(np.zeros((3, 4, 16, 12), np.int8), spec).formats[0].dtype == "bfloat16"
+
+
+@pytest.mark.needs("torch")
+def test_torch_tensors_say_the_same() -> None:
+    import torch
+
+    backing = torch.zeros(3 * 4 * 16 * 12 + 10, dtype=torch.bfloat16)
+    view = backing[10:].view(3, 16, 4, 12).permute(0, 2, 1, 3)
+    layout = read(view)
+    assert only(layout) == only(read(np.zeros((3, 16, 4, 12), np.uint16)))
+    assert layout.formats[0].dtype == "bfloat16"
+    assert layout.layers[0].planes[0].offset == 20
+    assert (layout.regions[0].addr, layout.regions[0].nbytes) == (backing.data_ptr(), backing.nbytes)
+    one = torch.zeros(2, 3, 4, 16, 12)
+    both = KVLayout.from_tensors({"a": one[0], "b": one[1]}, ATTENTION)
+    assert len(both.regions) == 1
+    assert both.layers[1].planes[0].offset == one[0].nbytes
+
+
+def test_round_trip_is_small_and_independent_of_blocks() -> None:
+    few, many = (
+        KVLayout.from_tensors(
+            {f"l{i}": np.zeros((blocks, 4, 16, 12), np.uint16) for i in range(4)},
+            ATTENTION,
+            TokenShare(1, 2, 4),
+        )
+        for blocks in (3, 100)
+    )
+    sent = msgspec.msgpack.encode(many)
+    assert msgspec.msgpack.decode(sent, type=KVLayout) == many
+    assert len(sent) < len(msgspec.msgpack.encode(few)) + 100
+
+
+def z(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint16)
+
+
+CPU, MLA = LayerSpec((0, 4), 8, 16, "cpu"), LayerSpec((0, 1), 1, 16, "mla")
+STATE = LayerSpec((0, 1), 1, 1, "state")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "spec", "why"),
+    [
+        (z(3, 4, 16, 24)[..., ::2], ATTENTION, "content axis steps 4 bytes"),
+        (z(3, 4, 16, 12)[:, ::-1], ATTENTION, "axis H steps -384 bytes"),
+        (np.broadcast_to(z(1, 4, 16, 12), (3, 4, 16, 12)), ATTENTION, "axis B steps 0 bytes"),
+        (z(3, 5, 16, 12), ATTENTION, "4 heads and blocks of 16 tokens"),
+        (z(3, 4, 12, 12), ATTENTION, "4 heads and blocks of 16 tokens"),
+        (z(3, 4, 16), ATTENTION, "4 heads and blocks of 16 tokens"),
+        (z(3, 3, 4, 16, 6), ATTENTION, "4 heads and blocks of 16 tokens"),
+        (z(3, 4, 16, 13), CPU, "equal size"),
+        (z(3, 16, 4, 12).transpose(0, 2, 1, 3), CPU, "dense"),
+        (z(3, 2, 16, 12), MLA, "1 heads and blocks of 16 tokens"),
+        (z(3, 40)[:, ::2], STATE, "must be dense"),
+        (z(0, 4, 16, 12), ATTENTION, "empty"),
+        ((z(3, 4, 16, 6), z(3, 4, 16, 8)), ATTENTION, "values differ"),
+        ((z(3, 16, 1), z(3, 16, 1)), MLA, "values differ"),
+        (z(2, 2, 16, 4, 6), ATTENTION, r"any of \['2BNHC', 'B2NHC'\]: say which"),
+        (z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16), r"any of \['BHNC', 'BNHC'\]: say which"),
+    ],
+)
+def test_unknown_is_refused_with_shape_strides_and_what_is_known(
+    tensor: object, spec: LayerSpec, why: str
+) -> None:
+    with pytest.raises(LayoutError, match=why) as caught:
+        read(tensor, spec)
+    message = str(caught.value)
+    first = tensor[0] if isinstance(tensor, tuple) else tensor
+    assert isinstance(first, np.ndarray)
+    for part in ("layer a", str(first.shape), str(first.strides), "known formats", "2BNHC", "keys [D, N]"):
+        assert part in message
+
+
+def test_dims_settle_a_doubt() -> None:
+    spec = LayerSpec((0, 16), 16, 16)
+    names = [
+        only(read(z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16, dims=dims)))[0] for dims in ("BHNC", "BNHC")
+    ]
+    assert names == ["HND", "NHD"]
+    one = LayerSpec((0, 1), 1, 1)
+    assert only(read(z(3, 1, 1, 12), one))[0] == "HND"
+    with pytest.raises(LayoutError, match="dims 2BNHC"):
+        read(z(3, 16, 16, 12), LayerSpec(spec.heads, 16, 16, dims="2BNHC"))
+
+
+@pytest.mark.parametrize(
+    ("share", "spec", "why"),
+    [
+        (TokenShare(2, 2, 1), ATTENTION, "dcp_rank 2, dcp_size 2"),
+        (TokenShare(0, 2, 3), ATTENTION, "interleave 3 does not divide the block of 16 tokens"),
+        (TokenShare(), LayerSpec((6, 10), 8, 16), r"heads \[6, 10\) of 8"),
+    ],
+)
+def test_shares_that_do_not_fit(share: TokenShare, spec: LayerSpec, why: str) -> None:
+    with pytest.raises(LayoutError, match=why):
+        KVLayout.from_tensors({"a": z(3, 4, 16, 12)}, spec, share)
+
+
+def test_missing_spec_and_unreadable_tensor() -> None:
+    with pytest.raises(LayoutError, match="layer b has no LayerSpec"):
+        KVLayout.from_tensors({"b": z(3, 4, 16, 12)}, {"a": ATTENTION})
+    with pytest.raises(LayoutError, match="strides of a list"):
+        read([[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("format", 7, "format 7 of 1 formats"),
+        ("heads", (0, 3), r"heads \[0, 3\) of 8"),
+        ("pages_per_block", 0, "pages_per_block 0"),
+        ("planes", (), "names none of its 0 planes"),
+    ],
+)
+def test_a_peer_cannot_send_nonsense(field: str, value: object, why: str) -> None:
+    layout = read(z(3, 4, 16, 12))
+    layer = msgspec.structs.replace(layout.layers[0], **{field: value})
+    with pytest.raises(LayoutError, match=why):
+        msgspec.structs.replace(layout, layers=(layer,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("region", 1, "does not fit 1 regions"),
+        ("num_pages", 4, "span bytes 0 to 6144 of region 0 of 4608 bytes"),
+        ("offset", -1, "span bytes -1"),
+        ("page_stride", -8, "pages -8 bytes apart"),
+    ],
+)
+def test_pages_stay_in_their_region(field: str, value: int, why: str) -> None:
+    layout = read(z(3, 4, 16, 12))
+    plane = msgspec.structs.replace(layout.layers[0].planes[0], **{field: value})
+    layer = msgspec.structs.replace(layout.layers[0], planes=(plane,))
+    with pytest.raises(LayoutError, match=why):
+        msgspec.structs.replace(layout, layers=(layer,)).validate()
