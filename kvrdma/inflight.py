@@ -1,8 +1,8 @@
 """Reads with deadlines, over any transport.
 
 A transport never gives up on a read, because it cannot take back what it has posted: a frozen peer means a
-read that never ends. ``InFlight`` adds the deadline. When it passes, the caller learns of the failure at once,
-and the destination stays quarantined until the transport says that nothing will be written any more.
+read that never ends. ``InFlight`` adds the deadline. When it passes, the caller learns of the failure at
+once, and the destination stays quarantined until the transport says that nothing will be written any more.
 """
 
 from __future__ import annotations

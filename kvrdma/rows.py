@@ -32,20 +32,23 @@ def as_rows(rows: Rows | Iterable[Sequence[int]]) -> Rows:
     Raises:
         RowsError: wrong shape, a non-integer dtype or a negative value.
     """
-    array = np.asarray(rows if isinstance(rows, np.ndarray) else list(rows))
+    # By way of objects: numpy turns a list that mixes values below and above 2**63 into floats.
+    array = rows if isinstance(rows, np.ndarray) else np.array(list(rows), dtype=object)
     if array.size == 0:
         return np.empty((0, 4), np.uint64)
     if array.ndim != 2 or array.shape[1] != 4:
         raise RowsError(
             f"rows have shape {array.shape}: need (N, 4), one (local addr, region, offset, length) each"
         )
-    if array.dtype.kind not in "ui":
-        raise RowsError(
-            f"rows have dtype {array.dtype}: need uint64 (numpy made it from values that do not fit?)"
-        )
-    if array.dtype.kind == "i" and int(array.min()) < 0:
-        first = int(np.argwhere((array < 0).any(axis=1))[0, 0])
-        raise RowsError(f"row {first} {tuple(array[first].tolist())} has a negative value")
+    if array.dtype.kind == "O" and not all(isinstance(value, int | np.integer) for value in array.flat):
+        raise RowsError(f"rows hold something other than integers: {array.tolist()[0]!r}, ...")
+    if array.dtype.kind not in "uiO":
+        raise RowsError(f"rows have dtype {array.dtype}: need uint64")
+    if array.dtype.kind != "u":
+        outside = np.argwhere(((array < 0) | (array > np.uint64(2**64 - 1))).any(axis=1))
+        if len(outside):
+            first = int(outside[0, 0])
+            raise RowsError(f"row {first} {tuple(array[first].tolist())} has a value outside [0, 2**64)")
     return np.ascontiguousarray(array, dtype=np.uint64)
 
 

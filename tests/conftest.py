@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parent.parent
+UCX_DEBIAN = ROOT / ".deps/ucx-debian/usr/lib/x86_64-linux-gnu"
+
+
+def _module(name: str) -> Callable[[], bool]:
+    def found() -> bool:
+        parents = [name.rsplit(".", n)[0] for n in range(name.count("."), -1, -1)]
+        return all(importlib.util.find_spec(parent) is not None for parent in parents)
+
+    return found
 
 
 def _gpu() -> bool:
     return Path("/dev/nvidiactl").exists() and _module("cupy")()
 
 
-def _module(name: str) -> Callable[[], bool]:
-    return lambda: importlib.util.find_spec(name) is not None
+def _cma() -> bool:
+    """Whether this process may attach to its child: what cma needs between two processes of one user."""
+    child = os.posix_spawn("/bin/sleep", ["sleep", "60"], {})
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.process_vm_readv(child, None, 0, None, 0, 0)
+        return ctypes.get_errno() != 1  # EPERM
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
 
 
 NEEDS: dict[str, Callable[[], bool]] = {
+    "cma": _cma,
     "gpu": _gpu,
+    "nvrtc": _module("cuda.bindings.nvrtc"),
+    "root": lambda: os.geteuid() == 0,
     "torch": _module("torch"),
+    "ucx": _module("libucx"),
+    "ucx-debian": (UCX_DEBIAN / "libucp.so.0").exists,
     "vllm": _module("vllm"),
-    "nvrtc": _module("cuda.bindings.nvrtc") if _module("cuda")() else lambda: False,
-    "hypothesis": _module("hypothesis"),
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--require", default="", help=f"fail instead of skip without these: {', '.join(NEEDS)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = set(filter(None, config.getoption("--require").split(","))) - set(NEEDS)
+    if unknown:
+        raise pytest.UsageError(f"--require {','.join(sorted(unknown))} is unknown: use {', '.join(NEEDS)}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
