@@ -1,6 +1,7 @@
 #include "context.hpp"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -35,19 +36,6 @@ bool user_set(const char *name) { return std::getenv((std::string("UCX_") + name
 void quiet_logs() {
     if (!user_set("LOG_LEVEL"))
         (void)ucs_global_opts_set_value("LOG_LEVEL", "fatal");
-}
-
-// What a UCX function prints to a FILE*.
-template <typename Print> std::string printed(Print print) {
-    char *text = nullptr;
-    size_t nbytes = 0;
-    FILE *stream = open_memstream(&text, &nbytes);
-    if (!stream)
-        throw StatusError("TransportError", "open_memstream failed: out of memory?", errno);
-    print(stream);
-    std::fclose(stream);
-    std::unique_ptr<char, decltype(&std::free)> owner(text, &std::free);
-    return {text, nbytes};
 }
 
 } // namespace
@@ -116,6 +104,25 @@ std::string Context::pack_rkey(ucp_mem_h memh) const {
     std::string rkey(static_cast<const char *>(buffer), nbytes);
     ucp_rkey_buffer_release(buffer);
     return rkey;
+}
+
+std::string printed(const std::function<void(FILE *)> &print) {
+    char *text = nullptr;
+    size_t nbytes = 0;
+    FILE *stream = open_memstream(&text, &nbytes);
+    if (!stream)
+        throw StatusError("TransportError", "open_memstream failed: out of memory?", errno);
+    print(stream);
+    std::fclose(stream);
+    std::unique_ptr<char, decltype(&std::free)> owner(text, &std::free);
+    return {text, nbytes};
+}
+
+std::string joined(const std::vector<std::string> &words) {
+    std::string all;
+    for (const std::string &word : words)
+        all += (all.empty() ? "" : " ") + word;
+    return all;
 }
 
 std::string ucx_version() {

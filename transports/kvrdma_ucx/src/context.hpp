@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,6 +14,7 @@ namespace kvrdma::ucx {
 struct Options {
     bool require_one_sided = false;
     uint32_t max_in_flight = 64; // requests per peer
+    bool peer_errors = true;     // false only in tests: lanes that cannot report a lost peer may then be used
 };
 
 class Context {
@@ -42,6 +45,10 @@ class Context {
 };
 
 std::string ucx_version();
+
+// What a UCX function prints to a FILE*: the only way to some facts in 1.13.
+std::string printed(const std::function<void(FILE *)> &print);
+std::string joined(const std::vector<std::string> &words);
 
 // Whether a GET over this UCX transport ("rc_mlx5") needs nothing from the target's CPU. Unknown names count as no.
 bool is_one_sided(const std::string &transport) noexcept;

@@ -1,0 +1,156 @@
+// A peer as the progress thread sees it: connect, post, check, close. Every method runs in that thread.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "completions.hpp"
+#include "context.hpp"
+#include "read.hpp"
+#include "regions.hpp"
+
+namespace kvrdma::ucx {
+
+struct RemoteRegion {
+    uint64_t addr, nbytes;
+    uint32_t slot;
+    Cookie cookie;
+    std::string rkey;
+};
+
+// What a peer's address and keys say, as opened by Python.
+struct PeerSpec {
+    std::string address;
+    Cookie instance;
+    uint64_t table_addr;
+    std::string table_rkey;
+    std::vector<RemoteRegion> regions;
+};
+
+// The part of a peer that callers and the progress thread share.
+struct Peer {
+    uint64_t id = 0;
+    std::vector<uint64_t> sizes;
+    std::mutex mutex; // held while a read is queued: none is, once `gone` is set
+    bool gone = false;
+    std::string why;
+};
+
+// The first message to a peer and its answer: is it the process that wrote the address? Asked before any read, because
+// UCX's emulation of GET serves whatever address it is given, and a stale one would crash the process that answers.
+struct Hello {
+    uint32_t magic = 0x4352564b, version = 1;
+    uint64_t peer = 0; // of the asking side
+    Cookie instance = {};
+    char ucx_version[16] = {};
+};
+
+// A caller waiting in connect().
+struct Connecting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    Failure failure;
+    bool one_sided = false;
+    std::string via;
+
+    void end(Failure why) {
+        std::lock_guard lock(mutex);
+        ended = true;
+        failure = std::move(why);
+        changed.notify_all();
+    }
+};
+
+// What the endpoints of one transport share.
+struct Shared {
+    const Context &context;
+    const Options &options;
+    Regions &regions;
+    CompletionQueue &done;
+    ucp_worker_h worker = nullptr;
+    std::vector<Endpoint *> failed = {}; // to be closed outside of UCX callbacks
+};
+
+class Endpoint {
+  public:
+    Endpoint(Shared &shared, std::shared_ptr<Peer> peer, PeerSpec spec, std::shared_ptr<Connecting> connecting);
+    ~Endpoint();
+    Endpoint(const Endpoint &) = delete;
+    Endpoint &operator=(const Endpoint &) = delete;
+
+    void connect();
+    void on_hello(const Cookie &instance, const std::string &version);
+
+    void add(std::unique_ptr<Read> read);
+    // Ends what has arrived and posts up to `quantum` pieces. Returns whether there is more to do right now.
+    bool work(uint32_t quantum);
+
+    void fail(Failure why); // from UCX callbacks: the worker closes the endpoint afterwards
+    void close_failed() { close(std::move(failure_), true); }
+    void close(Failure why, bool lost);
+    bool finished() const noexcept { return closed_ && outstanding_ == 0; }
+    void report(); // once finished: the end of every read, then of the peer
+
+  private:
+    // endpoint.cpp: connect and close
+    void create();
+    void examine_lanes();
+    void send_hello();
+    void unpack_keys();
+    void probe();
+    void probe_arrived(ucs_status_t status);
+
+    // endpoint_reads.cpp
+    bool can_post() const noexcept;
+    void post_pieces(uint32_t quantum);
+    bool post_piece(Read &read);
+    void post_checks();
+    bool post_check(CookieCheck &check);
+    void requeue(Read &read, std::deque<Read *> &queue, bool more);
+    void settle(Read &read);
+    void plan_checks(Read &read);
+    void compare(const CookieCheck &check);
+    void fail_read(Read &read, ucs_status_t status, const char *what);
+    void request_ended(Read &read);
+    void end_read(Read &read);
+
+    ucs_status_ptr_t get(void *to, size_t nbytes, uint64_t from, ucp_rkey_h rkey, ucp_request_param_t &param);
+    Failure failure_of(ucs_status_t status, const std::string &what) const;
+    std::string name() const;
+
+    static void on_error(void *self, ucp_ep_h ep, ucs_status_t status);
+    static void on_piece(void *request, ucs_status_t status, void *read);
+    static void on_check(void *request, ucs_status_t status, void *check);
+    static void on_probe(void *request, ucs_status_t status, void *self);
+    static void on_hello_sent(void *request, ucs_status_t status, void *self);
+    static void on_closed(void *request, ucs_status_t status, void *self);
+
+    Shared &shared_;
+    std::shared_ptr<Peer> peer_;
+    PeerSpec spec_;
+    std::shared_ptr<Connecting> connecting_; // null once connected
+    OwnMemory scratch_;                      // where cookies arrive
+    std::vector<uint32_t> free_chunks_;
+    Hello hello_;
+
+    ucp_ep_h ep_ = nullptr;
+    ucp_rkey_h table_ = nullptr;
+    std::vector<ucp_rkey_h> rkeys_;
+    bool one_sided_ = false;
+    std::string via_;
+
+    uint32_t outstanding_ = 0;
+    std::map<uint64_t, std::unique_ptr<Read>> reads_;
+    std::deque<Read *> posting_, checking_, arrived_;
+    bool failing_ = false, closing_ = false, closed_ = false, lost_ = false;
+    Failure failure_;
+};
+
+} // namespace kvrdma::ucx

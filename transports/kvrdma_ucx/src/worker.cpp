@@ -1,0 +1,292 @@
+#include "worker.hpp"
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "cuda.hpp"
+#include "wire_ids.hpp"
+
+namespace kvrdma::ucx {
+
+namespace {
+
+constexpr uint32_t kQuantum = 16;     // pieces one peer may post before the next one's turn
+constexpr int kEmptyRounds = 16;      // rounds without any event before the thread sleeps, some 10 us
+constexpr int kRoundsPerStep = 64;    // events handled before new commands and pieces get their turn
+constexpr int64_t kStopNs = 3'500'000'000;
+constexpr int kKeepBusyMs = 100;
+
+int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+void watch(int poll_fd, int fd) {
+    epoll_event event = {};
+    event.events = EPOLLIN;
+    event.data.fd = fd;
+    if (epoll_ctl(poll_fd, EPOLL_CTL_ADD, fd, &event) != 0)
+        throw StatusError("TransportError", "epoll_ctl failed", errno);
+}
+
+ucp_worker_h new_worker(const Context &context) {
+    ucp_worker_params_t params = {};
+    params.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+    params.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+    ucp_worker_h worker = nullptr;
+    throw_unless_ok(ucp_worker_create(context.handle(), &params, &worker), "TransportUnavailableError",
+                    "UCX cannot create a worker; it has " + joined(context.resources()));
+    return worker;
+}
+
+} // namespace
+
+Worker::Worker(const Context &context, const Options &options, Regions &regions, CompletionQueue &done)
+    : shared_{context, options, regions, done} {
+    try {
+        create_workers();
+        listen();
+        thread_ = std::thread([this] { run(); });
+    } catch (...) {
+        shut_down();
+        throw;
+    }
+}
+
+Worker::~Worker() {
+    submit(StopCommand{});
+    thread_.join();
+}
+
+void Worker::create_workers() {
+    server_ = new_worker(shared_.context);
+    reader_ = new_worker(shared_.context);
+    ucp_address_t *address = nullptr;
+    size_t nbytes = 0;
+    throw_unless_ok(ucp_worker_get_address(server_, &address, &nbytes), "TransportUnavailableError",
+                    "UCX worker has no address");
+    address_.assign(reinterpret_cast<const char *>(address), nbytes);
+    ucp_worker_release_address(server_, address);
+    poll_fd_ = epoll_create1(EPOLL_CLOEXEC);
+    command_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (poll_fd_ < 0 || command_fd_ < 0)
+        throw StatusError("TransportError", "epoll or eventfd failed: out of file descriptors?", errno);
+    watch(poll_fd_, command_fd_);
+    for (ucp_worker_h worker : {server_, reader_}) {
+        int fd = -1;
+        throw_unless_ok(ucp_worker_get_efd(worker, &fd), "TransportUnavailableError", "UCX worker has no wakeup fd");
+        watch(poll_fd_, fd);
+    }
+}
+
+void Worker::listen() {
+    const auto receive = [this](ucp_worker_h worker, unsigned id, ucp_am_recv_callback_t callback) {
+        ucp_am_handler_param_t param = {};
+        param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
+        param.id = id;
+        param.cb = callback;
+        param.arg = this;
+        throw_unless_ok(ucp_worker_set_am_recv_handler(worker, &param), "TransportUnavailableError",
+                        "UCX cannot receive active messages");
+    };
+    receive(server_, kAskHello, &Worker::on_ask);
+    receive(reader_, kAnswerHello, &Worker::on_answer);
+}
+
+ucs_status_t Worker::on_ask(void *self, const void *header, size_t header_length, void *, size_t,
+                            const ucp_am_recv_param_t *param) {
+    const Worker &worker = *static_cast<Worker *>(self);
+    if (header_length != sizeof(Hello) || !(param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP))
+        return UCS_OK;
+    auto answer = std::make_unique<Hello>();
+    std::memcpy(answer.get(), header, sizeof(Hello)); // keeps the asking side's peer id
+    answer->instance = worker.shared_.regions.instance();
+    const std::string version = ucx_version();
+    std::strncpy(answer->ucx_version, version.c_str(), sizeof answer->ucx_version - 1);
+    ucp_request_param_t sending = {};
+    sending.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+    sending.flags = UCP_AM_SEND_FLAG_EAGER;
+    sending.user_data = answer.get();
+    sending.cb.send = [](void *request, ucs_status_t, void *sent) {
+        delete static_cast<Hello *>(sent);
+        ucp_request_free(request);
+    };
+    if (UCS_PTR_IS_PTR(ucp_am_send_nbx(param->reply_ep, kAnswerHello, answer.get(), sizeof(Hello), nullptr, 0, &sending)))
+        (void)answer.release(); // the callback deletes it
+    return UCS_OK;
+}
+
+ucs_status_t Worker::on_answer(void *self, const void *header, size_t header_length, void *, size_t,
+                               const ucp_am_recv_param_t *) {
+    Hello answer;
+    if (header_length != sizeof answer)
+        return UCS_OK;
+    std::memcpy(&answer, header, sizeof answer);
+    if (answer.magic != Hello{}.magic)
+        return UCS_OK;
+    answer.ucx_version[sizeof answer.ucx_version - 1] = 0;
+    static_cast<Worker *>(self)->answers_.push_back({answer.peer, answer.instance, answer.ucx_version});
+    return UCS_OK;
+}
+
+void Worker::submit(Command command) {
+    {
+        std::lock_guard lock(mutex_);
+        commands_.push_back(std::move(command));
+    }
+    if (asleep_.exchange(false)) { // only a sleeping thread costs a system call
+        const uint64_t one = 1;
+        [[maybe_unused]] const ssize_t written = ::write(command_fd_, &one, sizeof one);
+    }
+}
+
+void Worker::run() {
+    pthread_setname_np(pthread_self(), "kvrdma-ucx");
+    int empty = 0;
+    while (!stopping_ || (!endpoints_.empty() && now_ns() < stop_deadline_ns_)) {
+        if (step())
+            empty = 0;
+        else if (++empty > kEmptyRounds) {
+            sleep();
+            empty = 0;
+        }
+    }
+    shut_down();
+}
+
+// One round of everything there is to do. Returns whether there was anything.
+bool Worker::step() {
+    bool busy = take_commands();
+    retire_finished(); // after the commands: every read queued before its peer was lost has been taken
+    busy |= progress();
+    for (const Answer &answer : std::exchange(answers_, {}))
+        if (const auto found = endpoints_.find(answer.peer); found != endpoints_.end())
+            found->second->on_hello(answer.instance, answer.version);
+    close_failed();
+    busy |= work();
+    return busy;
+}
+
+bool Worker::take_commands() {
+    bool any = false;
+    while (true) {
+        std::vector<Command> commands;
+        {
+            std::lock_guard lock(mutex_);
+            commands.swap(commands_);
+        }
+        if (commands.empty())
+            return any;
+        any = true;
+        for (Command &command : commands)
+            std::visit([this](auto &what) { execute(what); }, command);
+    }
+}
+
+void Worker::execute(ConnectCommand &command) {
+    if (stopping_)
+        return command.connecting->end({"TransportClosedError", "the transport was closed while connecting", 0});
+    const uint64_t id = command.peer->id;
+    try {
+        auto endpoint = std::make_unique<Endpoint>(shared_, std::move(command.peer), std::move(command.spec),
+                                                   command.connecting);
+        endpoints_.emplace(id, std::move(endpoint)).first->second->connect();
+    } catch (const StatusError &error) {
+        command.connecting->end({error.kind(), error.what(), error.code()});
+    }
+}
+
+void Worker::execute(ReadCommand &command) {
+    Read &read = *command.read;
+    merge_rows(read.rows);
+    read.rows_posted = read.rows.size();
+    if (const auto found = endpoints_.find(command.peer); found != endpoints_.end())
+        found->second->add(std::move(command.read));
+}
+
+void Worker::execute(DisconnectCommand &command) {
+    if (const auto found = endpoints_.find(command.peer); found != endpoints_.end())
+        found->second->close(std::move(command.why), false);
+}
+
+void Worker::execute(UseCudaCommand &command) { make_cuda_context_current(command.context); }
+
+void Worker::execute(StopCommand &) {
+    stopping_ = true;
+    stop_deadline_ns_ = now_ns() + kStopNs;
+    for (auto &[id, endpoint] : endpoints_)
+        endpoint->close({"ReadCancelledError", "the transport was closed before the read ended", 0}, false);
+}
+
+bool Worker::progress() {
+    bool any = false;
+    for (ucp_worker_h worker : {server_, reader_})
+        for (int round = 0; round < kRoundsPerStep && ucp_worker_progress(worker); ++round)
+            any = true;
+    return any;
+}
+
+bool Worker::work() {
+    bool more = false;
+    for (auto &[id, endpoint] : endpoints_)
+        more |= endpoint->work(kQuantum);
+    return more;
+}
+
+void Worker::close_failed() {
+    for (Endpoint *endpoint : std::exchange(shared_.failed, {}))
+        endpoint->close_failed();
+}
+
+void Worker::retire_finished() {
+    for (auto it = endpoints_.begin(); it != endpoints_.end();) {
+        if (!it->second->finished()) {
+            ++it;
+            continue;
+        }
+        it->second->report();
+        it = endpoints_.erase(it);
+    }
+}
+
+void Worker::sleep() {
+    asleep_ = true;
+    {
+        std::lock_guard lock(mutex_);
+        if (!commands_.empty()) {
+            asleep_ = false;
+            return;
+        }
+    }
+    for (ucp_worker_h worker : {server_, reader_})
+        if (ucp_worker_arm(worker) != UCS_OK) { // busy: something happened since the last round
+            asleep_ = false;
+            return;
+        }
+    epoll_event events[4];
+    (void)epoll_wait(poll_fd_, events, 4, stopping_ ? kKeepBusyMs : -1);
+    asleep_ = false;
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t got = ::read(command_fd_, &count, sizeof count);
+}
+
+// Destroying the workers ends whatever an endpoint could not close in time; only then are its reads reported.
+void Worker::shut_down() {
+    std::map<uint64_t, std::unique_ptr<Endpoint>> left;
+    left.swap(endpoints_);
+    for (ucp_worker_h *worker : {&reader_, &server_})
+        if (*worker)
+            ucp_worker_destroy(std::exchange(*worker, nullptr));
+    for (auto &[id, endpoint] : left)
+        endpoint->report();
+    for (int *fd : {&poll_fd_, &command_fd_})
+        if (*fd >= 0)
+            ::close(std::exchange(*fd, -1));
+}
+
+} // namespace kvrdma::ucx

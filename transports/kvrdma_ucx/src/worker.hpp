@@ -1,0 +1,99 @@
+// The progress thread: the only thread that touches the UCP workers and the endpoints.
+//
+// It owns two workers. One serves: its address is what peers get. The other reads: every endpoint belongs to it. UCX
+// pairs the endpoints two workers open to each other into one connection, so with a single worker a peer that
+// disconnects would end this process's reads from it, too.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <variant>
+#include <vector>
+
+#include "endpoint.hpp"
+
+namespace kvrdma::ucx {
+
+struct ConnectCommand {
+    std::shared_ptr<Peer> peer;
+    PeerSpec spec;
+    std::shared_ptr<Connecting> connecting;
+};
+struct ReadCommand {
+    uint64_t peer;
+    std::unique_ptr<Read> read;
+};
+struct DisconnectCommand {
+    uint64_t peer;
+    Failure why;
+};
+struct UseCudaCommand {
+    void *context;
+};
+struct StopCommand {};
+using Command = std::variant<ConnectCommand, ReadCommand, DisconnectCommand, UseCudaCommand, StopCommand>;
+
+class Worker {
+  public:
+    Worker(const Context &context, const Options &options, Regions &regions, CompletionQueue &done);
+    ~Worker(); // ends the thread, within 5 s
+    Worker(const Worker &) = delete;
+    Worker &operator=(const Worker &) = delete;
+
+    const std::string &address() const noexcept { return address_; }
+    void submit(Command command);
+
+  private:
+    struct Answer {
+        uint64_t peer;
+        Cookie instance;
+        std::string version;
+    };
+
+    void run();
+    bool step();
+    bool take_commands();
+    void execute(ConnectCommand &command);
+    void execute(ReadCommand &command);
+    void execute(DisconnectCommand &command);
+    void execute(UseCudaCommand &command);
+    void execute(StopCommand &command);
+    bool progress();
+    bool work();
+    void close_failed();
+    void retire_finished();
+    void sleep();
+    void shut_down();
+
+    void create_workers();
+    void listen();
+    static ucs_status_t on_ask(void *self, const void *header, size_t header_length, void *data, size_t length,
+                               const ucp_am_recv_param_t *param);
+    static ucs_status_t on_answer(void *self, const void *header, size_t header_length, void *data, size_t length,
+                                  const ucp_am_recv_param_t *param);
+
+    Shared shared_;
+    ucp_worker_h server_ = nullptr;
+    ucp_worker_h &reader_ = shared_.worker;
+    std::string address_;
+    int poll_fd_ = -1, command_fd_ = -1;
+
+    std::mutex mutex_;
+    std::vector<Command> commands_;
+    std::atomic<bool> asleep_ = false;
+
+    // Of the thread.
+    std::map<uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+    std::vector<Answer> answers_;
+    bool stopping_ = false;
+    int64_t stop_deadline_ns_ = 0;
+
+    std::thread thread_;
+};
+
+} // namespace kvrdma::ucx

@@ -1,0 +1,157 @@
+"""``UcxTransport``: the contract of ``kvrdma.transport`` over the native core."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, ClassVar
+
+from kvrdma.errors import BlobError, ConfigError, RegistrationError, TransportUnavailableError
+from kvrdma.rows import as_rows
+from kvrdma.transport import (
+    Capabilities,
+    Completion,
+    Device,
+    Peer,
+    PeerId,
+    ReadId,
+    Region,
+    RemoteRegion,
+    completion_of,
+)
+from kvrdma_ucx import library
+from kvrdma_ucx.blobs import UcxAddress, UcxKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvrdma.rows import Rows
+
+_MAX_IN_FLIGHT = 4096
+
+
+class UcxTransport:
+    """Reads memory of other processes and hosts by UCX's GET.
+
+    One-sided over RDMA and CUDA IPC. Over TCP UCX emulates it: the peer's progress thread serves the bytes, and
+    whoever reaches its port can read the whole process, so TCP is for trusted networks only.
+    """
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(
+        self, *, require_one_sided: bool = False, max_in_flight: int = 64, connect_timeout_s: float = 5.0
+    ) -> None:
+        """Load UCX and start the progress thread.
+
+        Args:
+            require_one_sided: refuse peers whose memory could only be read by emulation, when connecting.
+            max_in_flight: requests posted to one peer at a time, 1 to 4096.
+            connect_timeout_s: how long ``connect`` waits for the peer's first answer.
+
+        Raises:
+            ConfigError: an argument is out of range.
+            TransportUnavailableError: there is no usable UCX, or the process holds two.
+        """
+        if not 1 <= max_in_flight <= _MAX_IN_FLIGHT:
+            raise ConfigError(f"ucx max_in_flight={max_in_flight}: use 1 to {_MAX_IN_FLIGHT}")
+        if not 0 < connect_timeout_s <= 600:
+            raise ConfigError(f"ucx connect_timeout_s={connect_timeout_s:g}: use more than 0, at most 600")
+        self._library = library.load()
+        try:
+            from kvrdma_ucx import _ucx
+        except ImportError as error:
+            raise TransportUnavailableError(
+                f"ucx: {error}; kvrdma was built without UCX or for another machine: reinstall it here"
+            ) from error
+        self._core = _ucx.Transport(require_one_sided=require_one_sided, max_in_flight=max_in_flight)
+        self._connect_timeout_s = connect_timeout_s
+        self._version, self._resources, self._cuda, self._can_refuse = self._core.facts()
+        self._one_sided_over = [
+            resource
+            for resource in self._resources
+            # Shared memory has no part in endpoints that must report a lost peer.
+            if _ucx.is_one_sided(resource.partition("/")[0]) and not resource.endswith("/memory")
+        ]
+        self._max_slots = _ucx.Transport.max_regions
+        # Ends the thread before the interpreter takes down what it uses, whoever forgot to close.
+        self._finalizer = weakref.finalize(self, self._core.close)
+
+    def capabilities(self) -> Capabilities:
+        """Say what UCX found here; which of it a peer gets is ``Peer.via``."""
+        self._core.address()  # raises if closed
+        return Capabilities(
+            memory_kinds=frozenset({"cpu", "cuda"} if self._cuda else {"cpu"}),
+            reach="network",
+            one_sided=bool(self._one_sided_over),
+            needs_target_progress=True,
+            max_rows=1 << 24,
+            details={
+                "library": str(self._library.path),
+                "chosen by": self._library.source,
+                "version": self._version,
+                "verbs": "yes" if self._library.has_verbs else "no: can never do RDMA",
+                "cuda": "yes" if self._cuda else "no",
+                "one-sided over": " ".join(self._one_sided_over) or "nothing",
+                "transports": " ".join(self._resources),
+                "strict": "refused by UCX" if self._can_refuse else "judged by lanes",
+            },
+        )
+
+    def register(self, addr: int, nbytes: int, device: Device) -> Region:
+        """Register memory; the cookie of the new region is valid before this returns."""
+        if not (0 < addr < 1 << 64 and 0 < nbytes < 1 << 64):
+            raise RegistrationError(f"ucx cannot register {nbytes} bytes at {addr:#x}")
+        cuda = device.index if device.kind == "cuda" else -1
+        number, slot, cookie, rkey = self._core.register(addr, nbytes, cuda)
+        instance = self._core.address()[1]
+        key = UcxKey(instance, cookie, slot, addr, nbytes, device, rkey)
+        return Region(number, addr, nbytes, device, key.pack())
+
+    def deregister(self, region: Region) -> None:
+        """Undo ``register``: readers are told by the region's cookie, which is void from here on."""
+        self._core.deregister(region.id)
+
+    def address(self) -> bytes:
+        """Give the worker address and the table of cookies, sealed."""
+        worker, instance, table_addr, table_rkey = self._core.address()
+        return UcxAddress(self._version, instance, table_addr, table_rkey, worker).pack()
+
+    def connect(self, address: bytes, keys: Sequence[bytes]) -> Peer:
+        """Connect, check that the peer is the one that wrote ``address``, and read its cookie one-sided."""
+        where = UcxAddress.unpack(address)
+        memory = [UcxKey.unpack(key, self._max_slots) for key in keys]
+        for index, key in enumerate(memory):
+            if key.instance != where.instance:
+                raise BlobError(
+                    f"key {index} is not from the transport of this address: exchange both together"
+                )
+        number, one_sided, via = self._core.connect(
+            where.worker,
+            where.instance,
+            where.table_addr,
+            where.table_rkey,
+            [(key.addr, key.nbytes, key.slot, key.cookie, key.rkey) for key in memory],
+            self._connect_timeout_s,
+        )
+        regions = tuple(RemoteRegion(key.nbytes, key.device) for key in memory)
+        return Peer(PeerId(number), self.name, regions, one_sided, via)
+
+    def read(self, peer: Peer, rows: Rows) -> ReadId:
+        """Check and copy the rows, hand them to the progress thread, and return."""
+        return ReadId(self._core.read(peer.id, as_rows(rows)))
+
+    def poll(self) -> list[Completion]:
+        """Return what has ended since the last call."""
+        return [completion_of(event) for event in self._core.poll()]
+
+    def fileno(self) -> int:
+        """Give the eventfd that is readable while ``poll`` has something."""
+        return self._core.fileno()
+
+    def disconnect(self, peer: Peer) -> None:
+        """Close the endpoint by force; its reads end once UCX has given up every request."""
+        self._core.disconnect(peer.id)
+
+    def close(self) -> None:
+        """Close every endpoint by force and end the progress thread."""
+        self._core.close()
