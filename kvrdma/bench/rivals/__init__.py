@@ -1,0 +1,1 @@
+"""Adapters that run other transfer libraries, and kvrdma alike, as pairs of processes driven over pipes."""

@@ -1,0 +1,188 @@
+"""The asking side: one DEALER socket, and the reasons why nobody answers."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvrdma import errors, wire
+from kvrdma.errors import (
+    AuthenticationError,
+    ControlError,
+    KVRDMAError,
+    MessageError,
+    ProtocolVersionError,
+    UnreachableError,
+)
+from kvrdma.sidechannel.curve import key_pair
+from kvrdma.sidechannel.endpoint import Endpoint
+from kvrdma.wire import Failed, Message
+
+_REQUEST_ID = struct.Struct("<Q")
+_FAILURES_TO_BE_SURE = 3
+"""Handshakes that end without a reason; one may be an accident of timing."""
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class SideChannelClient:
+    """Sends messages to one server and waits for each answer; for one thread."""
+
+    def __init__(self, endpoint: Endpoint, secret: str | None = None) -> None:
+        """Start to connect; whether anybody is there shows in the first ``request``.
+
+        Args:
+            endpoint: of the server.
+            secret: the server's, if it has one.
+
+        Raises:
+            UnreachableError: the host name is unknown.
+        """
+        self.endpoint = endpoint
+        self._secret = secret
+        url = endpoint.url()
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IPV6, 1),
+            (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
+            (zmq.RECONNECT_IVL, 50),
+        ):
+            self._socket.setsockopt(option, value)
+        if secret is not None:
+            ours = key_pair(secret, "client")
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key_pair(secret, "server").public)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, ours.private)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._socket.connect(url)
+        self._last_id = 0
+        self._connected = self._ready = False
+        self._failures = 0
+
+    def request(self, message: Message, timeout_s: float) -> Message:
+        """Send ``message`` and wait for its answer.
+
+        Raises:
+            UnreachableError: nobody answered in time, or the connection broke.
+            AuthenticationError: the server holds another secret, or only one side has one.
+            ProtocolVersionError: the server speaks another version.
+            MessageError: the answer cannot be read.
+            KVRDMAError: the server's own error, as the class that it was there.
+        """
+        self._last_id += 1
+        deadline = time.monotonic() + timeout_s
+        self._socket.send_multipart([_REQUEST_ID.pack(self._last_id), wire.encode(message)])
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = self._wait(left_s)
+            if self._socket in ready:
+                reply = self._receive()
+                if reply is not None:
+                    return reply
+            elif self._monitor in ready:
+                self._follow(recv_monitor_message(self._monitor))
+        raise UnreachableError(self._why_silent(timeout_s))
+
+    def _wait(self, timeout_s: float) -> dict[object, int]:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return dict(poller.poll(max(1, int(timeout_s * 1e3))))
+
+    def _receive(self) -> Message | None:
+        """Take one answer; None for a late answer to an earlier request."""
+        frames = self._socket.recv_multipart()
+        if len(frames) != 2:
+            raise MessageError(f"{self.endpoint} answered in {len(frames)} parts: need 2")
+        if frames[0] != _REQUEST_ID.pack(self._last_id):
+            return None
+        try:
+            reply = wire.decode(frames[1])
+        except ProtocolVersionError as error:
+            raise ProtocolVersionError(f"{self.endpoint}: {error}") from None
+        if isinstance(reply, Failed):
+            raise _error_of(reply, self.endpoint)
+        return reply
+
+    def _follow(self, event: Mapping[str, object]) -> None:
+        kind, value = event["event"], event["value"]
+        if kind == zmq.EVENT_CONNECTED:
+            self._connected = True
+        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._ready = True
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            raise AuthenticationError(f"{self.endpoint} turned this side away: KVRDMA_SECRET differs")
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._fail_protocol(value)
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+            self._failures += 1
+            if self._failures >= _FAILURES_TO_BE_SURE:
+                self._fail_unexplained()
+        elif kind == zmq.EVENT_DISCONNECTED and self._ready:
+            raise UnreachableError(f"{self.endpoint} closed the control connection: its process has ended")
+
+    def _fail_protocol(self, value: object) -> None:
+        if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            ours, theirs = ("has", "has none") if self._secret else ("has none", "has one")
+            raise AuthenticationError(
+                f"KVRDMA_SECRET is set on one side only: this side {ours}, {self.endpoint} {theirs}"
+            )
+        if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            raise AuthenticationError(f"KVRDMA_SECRET differs from that of {self.endpoint}")
+        raise UnreachableError(f"{self.endpoint} answers, but is no kvrdma control channel")
+
+    def _fail_unexplained(self) -> None:
+        if self._secret is not None:
+            raise AuthenticationError(
+                f"KVRDMA_SECRET differs from that of {self.endpoint} (or no kvrdma listens there)"
+            )
+        raise UnreachableError(f"{self.endpoint} closes every connection: no kvrdma listens there")
+
+    def _why_silent(self, timeout_s: float) -> str:
+        if self._ready:
+            return f"{self.endpoint} gave no answer within {timeout_s:g} s"
+        if self._connected:
+            return f"{self.endpoint} accepted the connection, then was silent for {timeout_s:g} s: no kvrdma?"
+        return (
+            f"nobody listens at {self.endpoint} (tried for {timeout_s:g} s): start `kvrdma link-test serve` "
+            "there, check host, port and firewall"
+        )
+
+    def close(self) -> None:
+        """Drop the connection. Idempotent."""
+        if not self._context.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+            self._context.destroy(0)
+
+    def __enter__(self) -> Self:
+        """Use as a context manager: closed at the end."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def _error_of(reply: Failed, endpoint: Endpoint) -> KVRDMAError:
+    """Rebuild the server's error; one this side does not know becomes a ``ControlError``."""
+    kind = getattr(errors, reply.error, None)
+    if not (isinstance(kind, type) and issubclass(kind, KVRDMAError)):
+        kind = ControlError
+    return kind(f"{endpoint}: {reply.message}")

@@ -1,0 +1,59 @@
+"""Where a control channel listens or is reached."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+from kvrdma.errors import ConfigError, UnreachableError
+
+_FORM = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A host (name or address) and a TCP port; port 0 lets a server choose."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Endpoint:
+        """Read ``HOST:PORT``; an IPv6 address is written in brackets, ``[::1]:7000``.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        match = _FORM.fullmatch(text)
+        if not match or int(match["port"]) > 65535:
+            raise ConfigError(
+                f"{text!r} is not HOST:PORT with a port up to 65535 (IPv6 in brackets: [::1]:7000)"
+            )
+        return cls(match["six"] or match["host"], int(match["port"]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def resolve(self) -> tuple[str, ...]:
+        """Look the host up; give its addresses, IPv4 first.
+
+        Raises:
+            UnreachableError: the name is unknown.
+        """
+        try:
+            found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise UnreachableError(f"host {self.host!r} cannot be looked up: {error.strerror}") from error
+        addresses = {str(item[4][0]) for item in found}
+        return tuple(sorted(addresses, key=lambda text: (":" in text, text)))
+
+    def is_loopback(self) -> bool:
+        """Tell whether only this host can reach it."""
+        return all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in self.resolve())
+
+    def url(self) -> str:
+        """Give the ZMQ URL, with the host looked up."""
+        address = self.resolve()[0]
+        return f"tcp://[{address}]:{self.port}" if ":" in address else f"tcp://{address}:{self.port}"
