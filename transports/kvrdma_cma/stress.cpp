@@ -15,7 +15,8 @@ using namespace kvrdma::cma;
 
 namespace {
 
-constexpr uint64_t kBlock = 4096, kBlocks = 512;
+constexpr uint64_t kBlock = 4096, kBlocks = 32, kBytes = kBlock * kBlocks;
+constexpr uint64_t kPosters = 4, kReads = 200, kLast = 50;
 
 // The peer registers nothing: it inherits, by fork, memory that the parent described before.
 pid_t fork_peer() {
@@ -29,7 +30,7 @@ pid_t fork_peer() {
 
 uint64_t connect_to(Core &core, pid_t pid, uint64_t source, const Mark &process, const Mark &region) {
     return core.connect({pid, start_time(pid), process},
-                        {{source, kBlock * kBlocks, region.cookie_addr, region.cookie}});
+                        {{source, kBytes, region.cookie_addr, region.cookie}});
 }
 
 std::vector<Row> rows_into(uint64_t destination, uint64_t seed) {
@@ -42,26 +43,30 @@ std::vector<Row> rows_into(uint64_t destination, uint64_t seed) {
 } // namespace
 
 int main() {
-    auto *memory = static_cast<char *>(mmap(nullptr, 5 * kBlock * kBlocks, PROT_READ | PROT_WRITE,
-                                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    // The source, and a destination of its own for every read, as the contract asks for.
+    const uint64_t total = kBytes * (1 + kPosters * kReads + kLast);
+    auto *memory = static_cast<char *>(
+        mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    std::atomic<uint64_t> next{reinterpret_cast<uint64_t>(memory)};
+    const auto rows = [&](uint64_t seed) { return rows_into(next += kBytes, seed); };
     const auto base = reinterpret_cast<uint64_t>(memory);
-    memset(memory, 7, kBlock * kBlocks);
+    memset(memory, 7, kBytes);
     const Mark process{0, base + kBlock, random_cookie()}, region{0, base + 2 * kBlock, random_cookie()};
     memcpy(memory + kBlock, process.cookie.data(), 16);
     memcpy(memory + 2 * kBlock, region.cookie.data(), 16);
     const pid_t first = fork_peer(), second = fork_peer();
 
     const auto core = Core::open(3);
-    core->add_region(base, 5 * kBlock * kBlocks);
+    core->add_region(base, total);
     const uint64_t steady = connect_to(*core, first, base, process, region);
     const uint64_t doomed = connect_to(*core, second, base, process, region);
     std::atomic<uint64_t> posted{0}, refused{0};
     std::vector<std::thread> posters;
-    for (uint64_t t = 0; t < 4; ++t)
-        posters.emplace_back([&, t] {
-            for (uint64_t i = 0; i < 200; ++i)
+    for (uint64_t t = 0; t < kPosters; ++t)
+        posters.emplace_back([&] {
+            for (uint64_t i = 0; i < kReads; ++i)
                 try {
-                    core->read(i % 2 ? steady : doomed, rows_into(base + (t + 1) * kBlock * kBlocks, i));
+                    core->read(i % 2 ? steady : doomed, rows(i));
                     ++posted;
                 } catch (const StatusError &) {
                     ++refused;
@@ -81,8 +86,8 @@ int main() {
     while (lost == 0)
         drain();
     const uint64_t brief = connect_to(*core, first, base, process, region);
-    for (uint64_t i = 0; i < 50; ++i, ++posted)
-        core->read(i % 2 ? steady : brief, rows_into(base + kBlock * kBlocks, i));
+    for (uint64_t i = 0; i < kLast; ++i, ++posted)
+        core->read(i % 2 ? steady : brief, rows(i));
     core->disconnect(brief);
     core->close();
     drain();
