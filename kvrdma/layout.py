@@ -16,7 +16,6 @@ import msgspec
 from kvrdma.errors import IncompatibleError, LayoutError
 from kvrdma.page_format import LayerSpec, PageFormat, Recognised, TensorView, recognise
 
-
 _MAX_BYTES = 1 << 62
 
 
@@ -211,7 +210,8 @@ def _check_plane(layout: KVLayout, layer: Layer, number: int, plane: Plane) -> N
     end = plane.offset + (plane.num_pages - 1) * plane.page_stride + fmt.plane_extent(number)
     if plane.offset < 0 or end > nbytes or not 0 <= plane.page_stride <= nbytes:
         raise LayoutError(
-            f"{where}: pages {plane.page_stride} bytes apart span bytes {plane.offset} to {end} of region {plane.region} of {nbytes} bytes"
+            f"{where}: pages {plane.page_stride} bytes apart span bytes {plane.offset} to {end} of region "
+            f"{plane.region} of {nbytes} bytes"
         )
 
 

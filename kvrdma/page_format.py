@@ -235,7 +235,7 @@ def _same_meaning(found: Sequence[str], view: TensorView) -> bool:
 
 
 def _steps(dims: str, view: TensorView) -> dict[str, int]:
-    """Byte strides by axis; what an axis of size 1 steps means nothing and would only differ between layers."""
+    """Byte strides by axis; the step of an axis of size 1 means nothing and is left out."""
     steps = {d: s if n > 1 else 0 for d, s, n in zip(dims, view.strides, view.shape, strict=True)}
     return {**steps, "C": steps["C"] or view.itemsize}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,6 +129,21 @@ class Ran:
     sources: tuple[Source, ...]
 
 
+@dataclass(frozen=True)
+class Tamper:
+    """A deliberate mistake between request and result, to show that the comparison sees it."""
+
+    plan: Callable[[ReadPlan], ReadPlan] = lambda plan: plan
+    request: Callable[[Case, Group], tuple[BlockSpan, BlockSpan, TokenRange]] = lambda _, group: (
+        BlockSpan(group.local.ids, group.local.first),
+        BlockSpan(group.remote.ids, group.remote.first),
+        group.tokens,
+    )
+
+
+_honest = Tamper()
+
+
 def build(case: Case) -> tuple[kv.RankCache, dict[RankId, kv.RankCache], tuple[Source, ...], kv.Truth]:
     """Allocate the consumer rank and its sources, and invent the truth."""
     made: dict[str, Any] = {
@@ -155,7 +171,7 @@ def build(case: Case) -> tuple[kv.RankCache, dict[RankId, kv.RankCache], tuple[S
     return consumer, producers, sources, truth
 
 
-def run_case(case: Case, *, slow: bool = False) -> Ran:
+def run_case(case: Case, *, slow: bool = False, tamper: Tamper = _honest) -> Ran:
     """Plan, read, reshape; then compare every byte of every storage of the consumer with the oracle."""
     write = kv.write_slow if slow else kv.write_fast
     consumer, producers, sources, truth = build(case)
@@ -173,11 +189,8 @@ def run_case(case: Case, *, slow: bool = False) -> Ran:
     for storage, original in zip(consumer.storages, before, strict=True):
         storage[:] = original
     planner = Planner(consumer.layout, {r: c.layout for r, c in producers.items()}, sources, case.cost)
-    plan = planner.plan(
-        [BlockSpan(g.local.ids, g.local.first) for g in case.groups],
-        [BlockSpan(g.remote.ids, g.remote.first) for g in case.groups],
-        [g.tokens for g in case.groups],
-    )
+    local, remote, tokens = zip(*(tamper.request(case, group) for group in case.groups), strict=True)
+    plan = tamper.plan(planner.plan(local, remote, tokens))
     kv.read_rows(consumer, producers, plan)
     for step in plan.reshapes:
         kv.run_reshape(consumer, step)
