@@ -259,7 +259,9 @@ def _check_remote(group: LayerGroup, there: _PageIds, wanted: TokenRange) -> Non
     size = group.theirs.tokens
     lo, hi = tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
     if wanted.start < wanted.end:
-        _refuse_repeats(there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0])
+        _refuse_repeats(
+            there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0]
+        )
 
 
 def _refuse_repeats(ids: Ints, side: str, layer: str) -> None:

@@ -115,11 +115,11 @@ def _swap_two(plan: ReadPlan) -> ReadPlan:
 
 MISTAKES = {
     "from the tail": (Tamper(request=_from_the_tail), 200),
-    "list order": (Tamper(request=_list_order), 300),
-    "a row missing": (Tamper(_drop_last_row), 800),
-    "a byte too many": (Tamper(_one_byte_more), 600),
-    "two rows swapped": (Tamper(_swap_two), 500),
-    "no reshape": (Tamper(lambda plan: ReadPlan(plan.sources, ())), 60),
+    "list order": (Tamper(request=_list_order), 120),
+    "a row missing": (Tamper(_drop_last_row), 300),
+    "a byte too many": (Tamper(_one_byte_more), 300),
+    "two rows swapped": (Tamper(_swap_two), 250),
+    "no reshape": (Tamper(lambda plan: ReadPlan(plan.sources, ())), 20),
 }
 
 
