@@ -78,6 +78,14 @@ class HostEvent:
         self.done = True
 
 
+def require_aligned(args: tuple[np.generic, ...]) -> None:
+    """Fails where a GPU would fault and a host would not: an access wider than its address allows."""
+    base, page_stride, _, num_pages, _, offset, unit_stride, count, *_, vector, _, _ = map(int, args)
+    assert (base + offset) % vector == 0
+    assert num_pages == 1 or page_stride % vector == 0
+    assert count == 1 or unit_stride % vector == 0
+
+
 class HostKernel:
     """Calls the host build of the kernel as CuPy's RawKernel would call the real one."""
 
@@ -91,6 +99,7 @@ class HostKernel:
     ) -> None:
         assert block == (256,)
         assert shared_mem <= self.max_dynamic_shared_size_bytes
+        require_aligned(args)
         kinds = {"u8": ctypes.c_uint64, "i8": ctypes.c_int64, "u4": ctypes.c_uint32}
         given = [kinds[f"{a.dtype.kind}{a.dtype.itemsize}"](a.item()) for a in args]
         launch = [ctypes.c_uint32(grid[0]), ctypes.c_uint32(self.owner.threads), ctypes.c_uint32(shared_mem)]

@@ -27,6 +27,7 @@ CASES = {
     "four bytes": Reshape((5, 7, 4), (2, 1, 0), 4),
     "eight bytes": Reshape((6, 10), (1, 0), 8),
     "sixteen bytes": Reshape((9, 11), (1, 0), 16, offset=16, stride=2000, count=2),
+    "units between aligned places": Reshape((4, 8), (1, 0), 16, stride=520, count=3),
     "many axes": Reshape((2, 3, 2, 5, 4), (3, 1, 4, 0, 2), 6),
     "cycles": Reshape((241, 211), (1, 0), 2),
     "cycles, fixed axis": Reshape((2, 130, 97), (0, 2, 1), 16),

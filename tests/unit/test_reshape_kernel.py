@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,11 +34,11 @@ def check(cupy: HostCupy, reshape: Reshape, pool: PagePool, indices: list[int]) 
     assert np.array_equal(pool.whole, expected)
 
 
-@pytest.mark.parametrize("shift", [0, 16, 8, 2, 1])
+@pytest.mark.parametrize("shift", [0, 16, 8, 4, 2, 1])
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_moves_every_byte_as_the_reference(library: ctypes.CDLL, name: str, shift: int) -> None:
     reshape = CASES[name]
-    pool = PagePool(4, reshape.page_nbytes + 5 * (shift == 1), gap=16 * shift, shift=shift)
+    pool = PagePool(4, reshape.page_nbytes + 5 * (shift == 1), gap=shift, shift=shift)
     check(HostCupy(library), reshape, pool, [3, 0, 2])
 
 
@@ -164,6 +165,29 @@ def test_a_launch_too_large_for_the_grid_is_refused(library: ctypes.CDLL) -> Non
     reshaper = CudaReshaper(HostCupy(library), 0)  # type: ignore[arg-type]
     with pytest.raises(ReshapeError, match="2147483648 CUDA blocks, a launch takes 2147483647"):
         reshaper.apply(Reshape((2, 2), (1, 0), 1), PagedMemory(0, 4, 1 << 31, 4, 0), Many(), stream=0)  # type: ignore[arg-type]
+
+
+TRAPPED = """
+import ctypes, sys
+import numpy as np
+from kvrdma.reshape import Reshape
+from kvrdma.reshape.cuda import CudaReshaper
+from tests.helpers.host_cuda import HostArray, HostCupy
+from tests.helpers.reshape_cases import PagePool
+reshaper, memory = CudaReshaper(HostCupy(ctypes.CDLL(sys.argv[1])), 0), PagePool(2, 4).memory(0)
+reshaper.apply(Reshape((2, 2), (1, 0), 1), memory, HostArray(np.array([1, int(sys.argv[2])])), stream=0)
+"""
+
+
+@pytest.mark.parametrize(("page", "status"), [(0, 0), (2, -signal.SIGABRT), (-1, -signal.SIGABRT)])
+def test_page_numbers_on_the_device_out_of_range_stop_the_kernel(
+    library: ctypes.CDLL, page: int, status: int
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", TRAPPED, library._name, str(page)], cwd=ROOT, capture_output=True, check=False
+    )
+    assert ran.returncode == status
+    assert ran.stderr.startswith(b"trap") == (status != 0)
 
 
 SANITIZED = """
