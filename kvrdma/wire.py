@@ -1,8 +1,8 @@
 """Every control message, and how it becomes a frame and back.
 
 A frame is ``b"KVCT"``, the protocol version (2 bytes, little endian) and the message in MessagePack. The
-version is checked before the rest is decoded, so that two versions can always tell each other apart. No message
-makes the receiver execute or import anything.
+version is checked before the rest is decoded, so that two versions can always tell each other apart. No
+message makes the receiver execute or import anything.
 
 History of ``PROTOCOL_VERSION``:
     1  link test: ``OpenLink``, ``DescribeLink``, ``FillPool``, ``CloseLink`` and their answers; ``Failed``.

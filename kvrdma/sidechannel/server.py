@@ -57,8 +57,8 @@ class SideChannelServer:
         """
         if secret is None and not insecure and not bind.is_loopback():
             raise ConfigError(
-                f"{bind} can be reached from other hosts: set KVRDMA_SECRET on both sides, or pass --insecure "
-                "on a network where everyone may read this process's memory"
+                f"{bind} can be reached from other hosts: set KVRDMA_SECRET on both sides, or pass "
+                "--insecure on a network where everyone may read this process's memory"
             )
         self.counts = ServerCounts()
         self._handler = handler

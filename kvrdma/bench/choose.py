@@ -1,0 +1,135 @@
+"""Which transport a link test uses: by what each can do here, tried until one really works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrdma.bench.link import Link, LinkOptions, OpenedLink
+from kvrdma.bench.patterns import Case
+from kvrdma.bench.spawned_peer import Control
+from kvrdma.errors import (
+    ConnectError,
+    NotOneSidedError,
+    TransportError,
+    TransportUnavailableError,
+)
+from kvrdma.transport import Transport, installed_transports, open_transport
+
+AUTO = "auto"
+_REACH_ORDER = ("host", "network", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Open transports, best first, and why the others are not among them."""
+
+    transports: tuple[Transport, ...]
+    refused: tuple[TransportError, ...]
+
+    @property
+    def need_this_process(self) -> bool:
+        """Whether none reaches another process, so that both ends must live in this one."""
+        return all(transport.capabilities().reach == "process" for transport in self.transports)
+
+    def beyond_process(self) -> Candidates:
+        """Give those that reach another process; close the others."""
+        far = [each for each in self.transports if each.capabilities().reach != "process"]
+        for transport in self.transports:
+            if transport not in far:
+                transport.close()
+        return Candidates(tuple(far), self.refused)
+
+    def close(self) -> None:
+        """Close all of them. Idempotent."""
+        for transport in self.transports:
+            transport.close()
+
+
+def open_candidates(name: str, options: LinkOptions) -> Candidates:
+    """Open the transport ``name``, or for ``auto`` each that can register the device's memory.
+
+    The nearer its reach the better (a same-host mechanism beats the network), then one-sided before emulated.
+    Those that reach no further than this process come last.
+
+    Raises:
+        TransportError: none can be opened; says why for each.
+    """
+    names = sorted(installed_transports()) if name == AUTO else [name]
+    opened: list[Transport] = []
+    refused: list[TransportError] = []
+    with contextlib.ExitStack() as stack:
+        for each in names:
+            try:
+                transport = open_transport(each, require_one_sided=options.require_one_sided)
+            except TransportError as error:
+                refused.append(error)
+                continue
+            stack.callback(transport.close)
+            if options.device.kind in transport.capabilities().memory_kinds:
+                opened.append(transport)
+            else:
+                transport.close()
+                text = f"{each} cannot read {options.device.kind} memory here"
+                refused.append(TransportUnavailableError(text))
+        if not opened:
+            raise _summary(refused)
+        stack.pop_all()
+    return Candidates(tuple(sorted(opened, key=_preference)), tuple(refused))
+
+
+def _preference(transport: Transport) -> tuple[int, bool]:
+    can = transport.capabilities()
+    return _REACH_ORDER.index(can.reach), not can.one_sided
+
+
+def connect_first(
+    candidates: Candidates, control: Control, cases: Sequence[Case], options: LinkOptions
+) -> OpenedLink:
+    """Try the candidates in order until one has carried a read of the first case; close the others.
+
+    Args:
+        candidates: all are closed afterwards, but the one that works.
+        control: to the peer.
+        cases: what the link will be used for; the largest decides the size of the pools.
+        options: deadlines and device.
+
+    Raises:
+        ControlError: the peer cannot be asked.
+        TransportError: none works; says why for each.
+    """
+    refused: list[TransportError] = list(candidates.refused)
+    waiting = list(candidates.transports)
+    try:
+        while waiting:
+            try:
+                return _first_read(control, waiting.pop(0), cases, options)
+            except TransportError as error:
+                refused.append(error)
+    finally:
+        for transport in waiting:
+            transport.close()
+    raise _summary(refused)
+
+
+def _first_read(
+    control: Control, transport: Transport, cases: Sequence[Case], options: LinkOptions
+) -> OpenedLink:
+    link = Link(control, transport, max(case.shape.pool_nbytes for case in cases), options)
+    try:
+        times, wrong = link.read_and_verify(cases[0])
+    except BaseException:
+        link.close()
+        raise
+    return OpenedLink(link, times.total_s, wrong)
+
+
+def _summary(refused: Sequence[TransportError]) -> TransportError:
+    if len(refused) == 1:
+        return refused[0]
+    text = "no transport works:\n" + "\n".join(f"  {error}" for error in refused)
+    for kind in (NotOneSidedError, ConnectError, TransportUnavailableError):
+        if any(isinstance(error, kind) for error in refused):
+            return kind(text)
+    return TransportError(text)

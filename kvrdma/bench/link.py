@@ -1,0 +1,225 @@
+"""The consumer's side of a link test: connects, reads scattered blocks, verifies every byte, times it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvrdma import __version__, wire
+from kvrdma.bench.patterns import Case, Mismatch, find_mismatch, rows_of
+from kvrdma.bench.pool import Pool, allocate
+from kvrdma.bench.report import CaseReport, LinkReport, Times, case_report
+from kvrdma.bench.spawned_peer import Control
+from kvrdma.errors import KVRDMAError, MessageError, ReadTimeoutError
+from kvrdma.rows import Rows
+from kvrdma.transport import Device, Peer, PeerLost, ReadDone, ReadFailed, Transport, wait
+
+M = TypeVar("M")
+
+_FILL_BYTES_PER_S = 50e6
+"""Slowest filling of a pool that is not taken for a hang."""
+_CAPPED_CASE_S = 1.5
+_MIN_ITERS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """How to test."""
+
+    device: Device = field(default_factory=Device)
+    require_one_sided: bool = False
+    iters: int = 7
+    capped: bool = True
+    """Whether a slow case may stop after 1.5 s and 3 iterations."""
+    control_timeout_s: float = 5.0
+    read_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTimes:
+    """One read: how long ``read`` held the caller, how long all of it took, and rows after merging."""
+
+    blocking_s: float
+    total_s: float
+    rows_posted: int
+
+
+class Link:
+    """A transport of this process, connected to a pool of the peer."""
+
+    def __init__(
+        self, control: Control, transport: Transport, pool_nbytes: int, options: LinkOptions
+    ) -> None:
+        """Allocate a pool on both sides and connect; owns ``transport`` from here on.
+
+        Args:
+            control: to the peer.
+            transport: open, of the kind to use.
+            pool_nbytes: size of each pool.
+            options: deadlines and device.
+
+        Raises:
+            KVRDMAError: the peer cannot open the transport, or the two do not reach each other.
+        """
+        self.transport = transport
+        self.options = options
+        self._control = control
+        self._link = 0
+        self._generation = 0
+        self._fill_timeout_s = options.control_timeout_s + pool_nbytes / _FILL_BYTES_PER_S
+        try:
+            self.pool: Pool = allocate(pool_nbytes, options.device)
+            self.pool.poison()
+            transport.register(self.pool.addr, self.pool.nbytes, self.pool.device)
+            opened = self._ask(
+                wire.OpenLink(transport.name, pool_nbytes, options.require_one_sided),
+                wire.LinkOpened,
+                self._fill_timeout_s + 20.0,  # a transport may take long to start
+            )
+            self._link = opened.link
+            start = time.perf_counter()
+            keys = self._ask(wire.DescribeLink(self._link), wire.LinkKeys, options.control_timeout_s)
+            self.peer: Peer = transport.connect(keys.address, [keys.key])
+            self.connect_s = time.perf_counter() - start
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the transport, then tell the peer, which may be gone. Idempotent."""
+        self.transport.close()
+        link, self._link = self._link, 0
+        if link:
+            with contextlib.suppress(KVRDMAError):  # the peer closes idle links by itself
+                self._ask(wire.CloseLink(link), wire.LinkClosed, self.options.control_timeout_s)
+
+    def _ask(self, message: wire.Message, answer: type[M], timeout_s: float) -> M:
+        reply = self._control.request(message, timeout_s)
+        if not isinstance(reply, answer):
+            raise MessageError(f"{type(message).__name__} was answered by {type(reply).__name__}")
+        return reply
+
+    def refresh(self) -> int:
+        """Give the peer's pool bytes it never had before and poison ours; returns the new generation."""
+        self._generation = self._generation % 4096 + 1
+        message = wire.FillPool(self._link, self._generation)
+        self._ask(message, wire.PoolFilled, self._fill_timeout_s)
+        self.pool.poison()
+        return self._generation
+
+    def read(self, rows: Rows) -> ReadTimes:
+        """Read the rows and wait for their end.
+
+        Raises:
+            ReadTimeoutError: no end within the deadline; close the transport before the pool is used again.
+            TransportError: the read failed or the peer was lost.
+        """
+        start = time.perf_counter()
+        read = self.transport.read(self.peer, rows)
+        posted = time.perf_counter()
+        deadline = start + self.options.read_timeout_s
+        while True:
+            for done in self.transport.poll():
+                ended = time.perf_counter()
+                if isinstance(done, ReadDone) and done.read == read:
+                    return ReadTimes(posted - start, ended - start, done.rows_posted)
+                if isinstance(done, PeerLost) or (isinstance(done, ReadFailed) and done.read == read):
+                    raise done.reason
+            left_s = deadline - time.perf_counter()
+            if left_s <= 0:
+                raise ReadTimeoutError(
+                    f"{len(rows)} rows by {self.transport.name} did not arrive within "
+                    f"{self.options.read_timeout_s:g} s: the peer hangs, or the link is slower than that "
+                    "(KVRDMA_READ_TIMEOUT_S)"
+                )
+            wait([self.transport], left_s)
+
+    def read_and_verify(self, case: Case) -> tuple[ReadTimes, Mismatch | None]:
+        """Read fresh bytes once and compare the whole pool with what must be in it."""
+        generation = self.refresh()
+        times = self.read(rows_of(case, self.pool.addr))
+        return times, find_mismatch(self.pool.host_bytes(), case, generation)
+
+    def run(self, case: Case) -> tuple[CaseReport, Mismatch | None]:
+        """Verify, measure, verify again with other bytes.
+
+        Reads and copies of the same rows take turns, so that both see the same machine.
+        """
+        options, rows = self.options, rows_of(case, self.pool.addr)
+        first, wrong = self.read_and_verify(case)
+        times = Times([], [], [])
+        memcpy = self.pool.memcpy(case)
+        memcpy()
+        started = time.perf_counter()
+        for done in range(options.iters):
+            if options.capped and done >= _MIN_ITERS and time.perf_counter() - started > _CAPPED_CASE_S:
+                break
+            start = time.perf_counter()
+            memcpy()
+            times.memcpy_s.append(time.perf_counter() - start)
+            measured = self.read(rows)
+            times.blocking_s.append(measured.blocking_s)
+            times.total_s.append(measured.total_s)
+        if wrong is None:
+            _, wrong = self.read_and_verify(case)
+        return case_report(case, times, first.rows_posted, verified=wrong is None), wrong
+
+    def ucx(self) -> dict[str, str] | None:
+        """Give the path, version and features of the native library under the transport, if it has one."""
+        details = dict(self.transport.capabilities().details)
+        return details if {"library", "version"} <= details.keys() else None
+
+
+@dataclass(frozen=True, slots=True)
+class LinkResult:
+    """A finished link test."""
+
+    report: LinkReport
+    via: str
+    """The mechanism that moved the bytes."""
+    mismatches: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLink:
+    """A link over which one case has been read, for the first time."""
+
+    link: Link
+    first_read_s: float
+    first_mismatch: Mismatch | None
+
+
+def measure(
+    opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, Case], None]
+) -> LinkResult:
+    """Run the cases over a connected link.
+
+    Raises:
+        KVRDMAError: the peer is lost or a read failed; wrong bytes are reported, not raised.
+    """
+    reports: list[CaseReport] = []
+    wrong: list[str] = []
+    link = opened.link
+    if opened.first_mismatch:
+        wrong.append(f"first read: {opened.first_mismatch}")
+    for index, case in enumerate(cases):
+        progress(index, case)
+        case_result, mismatch = link.run(case)
+        reports.append(case_result)
+        if mismatch:
+            wrong.append(f"{case.pattern}, blocks of {case.shape.block_bytes} bytes: {mismatch}")
+    report = LinkReport(
+        kvrdma=__version__,
+        transport=link.transport.name,
+        one_sided=link.peer.one_sided,
+        device=str(link.options.device),
+        ucx=link.ucx(),
+        verified=not wrong,
+        connect_ms=round(link.connect_s * 1e3, 4),
+        first_read_ms=round(opened.first_read_s * 1e3, 4),
+        cases=reports,
+    )
+    return LinkResult(report, link.peer.via, tuple(wrong))

@@ -1,0 +1,96 @@
+"""What a link test found out, in the form that ``--json`` prints."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvrdma.bench.patterns import Case
+
+
+class Stat(msgspec.Struct, frozen=True):
+    """The best and the median of several iterations."""
+
+    best: float
+    median: float
+
+
+class CaseReport(msgspec.Struct, frozen=True):
+    """One case: its size, whether every byte was right, and its times."""
+
+    pattern: str
+    block_bytes: int
+    rows: int
+    rows_posted: int
+    """After merging."""
+    nbytes: int
+    verified: bool
+    blocking_us: Stat
+    """How long ``Transport.read`` held its caller."""
+    total_ms: Stat
+    """From the call of ``read`` until ``poll`` reported the end."""
+    gb_per_s: Stat
+    memcpy_gb_per_s: float
+    """One thread copying the same rows within this process, alternating with the reads; median."""
+    memcpy_ratio: float
+    """Median of the reads over the median of the copies."""
+
+
+class LinkReport(msgspec.Struct, frozen=True):
+    """A whole link test."""
+
+    kvrdma: str
+    transport: str
+    one_sided: bool
+    device: str
+    ucx: dict[str, str] | None
+    verified: bool
+    connect_ms: float
+    first_read_ms: float
+    cases: list[CaseReport]
+
+    def to_builtins(self) -> dict[str, Any]:
+        """Give dicts, lists and numbers."""
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
+
+
+class Times(msgspec.Struct):
+    """Seconds measured in one case, an entry per iteration."""
+
+    blocking_s: list[float] = []
+    total_s: list[float] = []
+    memcpy_s: list[float] = []
+
+
+def case_report(case: Case, times: Times, rows_posted: int, *, verified: bool) -> CaseReport:
+    """Sum one case up."""
+    shape = case.shape
+    total = _stat(times.total_s)
+    memcpy_s = statistics.median(times.memcpy_s)
+    return CaseReport(
+        pattern=case.pattern,
+        block_bytes=shape.block_bytes,
+        rows=shape.rows,
+        rows_posted=rows_posted,
+        nbytes=shape.nbytes,
+        verified=verified,
+        blocking_us=_scaled(_stat(times.blocking_s), 1e6),
+        total_ms=_scaled(total, 1e3),
+        gb_per_s=Stat(
+            round(shape.nbytes / total.best / 1e9, 4), round(shape.nbytes / total.median / 1e9, 4)
+        ),
+        memcpy_gb_per_s=round(shape.nbytes / memcpy_s / 1e9, 4),
+        memcpy_ratio=round(memcpy_s / total.median, 4),
+    )
+
+
+def _stat(values: Sequence[float]) -> Stat:
+    return Stat(min(values), statistics.median(values))
+
+
+def _scaled(stat: Stat, factor: float) -> Stat:
+    return Stat(round(stat.best * factor, 4), round(stat.median * factor, 4))

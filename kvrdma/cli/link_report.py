@@ -1,0 +1,101 @@
+"""How `kvrdma link-test` talks: progress while it runs, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvrdma.bench.link import LinkResult
+from kvrdma.bench.patterns import Case
+from kvrdma.bench.report import CaseReport
+
+_PLAIN_WIDTH = 120
+
+
+def size_text(nbytes: int) -> str:
+    """Write a size in the largest binary unit that divides it: ``4 KiB``."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+@contextmanager
+def progress_of(cases: Sequence[Case], *, as_json: bool) -> Iterator[Callable[[int, Case], None]]:
+    """Give the function that is told of each case as it begins.
+
+    A bar on stderr where that is a terminal; otherwise plain lines, on stderr if stdout is for JSON.
+    """
+    if not sys.stderr.isatty():
+        stream = sys.stderr if as_json else sys.stdout
+
+        def line(index: int, case: Case) -> None:
+            stream.write(f"{index + 1}/{len(cases)} {_label(case)}\n")
+            stream.flush()
+
+        yield line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(cases))
+        yield lambda index, case: bar.update(task, completed=index, description=_label(case))
+
+
+def _label(case: Case) -> str:
+    return f"{case.pattern} {case.shape.rows} x {size_text(case.shape.block_bytes)}"
+
+
+def print_result(result: LinkResult, request: str) -> None:
+    """Print the table and what it means."""
+    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    report = result.report
+    kind = "one-sided" if report.one_sided else "emulated by the peer's CPU"
+    console.print(
+        f"[bold]{report.transport}[/] via {result.via}: {kind}, memory {report.device}, "
+        f"kvrdma {report.kvrdma}"
+    )
+    if report.ucx:
+        console.print(f"UCX {report.ucx['version']} from {report.ucx['library']}", highlight=False)
+    console.print(f"connect {report.connect_ms:.1f} ms, first read {report.first_read_ms:.1f} ms")
+    table = Table()
+    table.add_column("pattern")
+    for heading in ("block", "rows", "posted", "moved"):
+        table.add_column(heading, justify="right")
+    times = ("GB/s\nmedian", "GB/s\nbest", "ms\nmedian", "caller held\nµs median", "of memcpy", "bytes")
+    for heading in times:
+        table.add_column(heading, justify="right")
+    for case in report.cases:
+        table.add_row(*_cells(case))
+    console.print(table)
+    if request:
+        for case in report.cases:
+            console.print(answer(case, request), highlight=False)
+
+
+def _cells(case: CaseReport) -> tuple[str, ...]:
+    return (
+        case.pattern,
+        size_text(case.block_bytes),
+        str(case.rows),
+        str(case.rows_posted),
+        size_text(case.nbytes),
+        f"{case.gb_per_s.median:.2f}",
+        f"{case.gb_per_s.best:.2f}",
+        f"{case.total_ms.median:.2f}",
+        f"{case.blocking_us.median:.0f}",
+        f"{case.memcpy_ratio:.2f}",
+        "verified" if case.verified else "[bold red]WRONG[/]",
+    )
+
+
+def answer(case: CaseReport, request: str) -> str:
+    """Say how long a request's KV cache takes: ``8192 tokens = X MB in N rows = Y ms``."""
+    return (
+        f"{request} = {case.nbytes / 1e6:.1f} MB in {case.rows} rows = {case.total_ms.median:.1f} ms "
+        f"({case.pattern}, {case.rows_posted} after merging)"
+    )
