@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterable
 from types import ModuleType
 
 import pytest
@@ -20,99 +21,88 @@ SIZES = range(1, 17)
 def theirs() -> ModuleType:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from vllm.distributed.kv_transfer.kv_connector import utils
-    return utils
-
-
-def answer(call: Callable[[], object]) -> object:
-    """The result, or the kind of refusal."""
-    try:
-        return call()
-    except AssertionError:
-        return AssertionError
-    except KeyError:
-        return KeyError
+        return importlib.import_module("vllm.distributed.kv_transfer.kv_connector.utils")
 
 
 def pair(
-    theirs: ModuleType, rank: int, tp: int, heads: int, dcp: int, mla: bool
+    theirs: ModuleType, rank: int, tp: int, heads: int, dcp: int, *, mla: bool
 ) -> tuple[TransferTopology, TransferTopology]:
-    common = (rank, tp, 64, "local", mla, False, heads, [])
-    return TransferTopology(*common, dcp_size=dcp), theirs.TransferTopology(*common, dcp_size=dcp)
+    backends: list[type] = []
+    mine = TransferTopology(rank, tp, 64, "local", mla, False, heads, backends, dcp_size=dcp)
+    return mine, theirs.TransferTopology(rank, tp, 64, "local", mla, False, heads, backends, dcp_size=dcp)
+
+
+def answer(topology: TransferTopology, method: str, *args: object) -> object:
+    """The result, or the kind of refusal."""
+    try:
+        return getattr(topology, method)(*args)
+    except (AssertionError, KeyError) as error:
+        return AssertionError if isinstance(error, AssertionError) else KeyError
+
+
+def compare(
+    both: tuple[TransferTopology, TransferTopology], calls: Iterable[tuple[str, tuple[object, ...]]]
+) -> None:
+    for method, args in calls:
+        mine, other = (answer(topology, method, *args) for topology in both)
+        assert mine == other, (method, args, both[0])
 
 
 @pytest.mark.parametrize("tp", SIZES)
 def test_tp_members(theirs: ModuleType, tp: int) -> None:
     """Every rank, head count and remote TP size, MLA or not: same answers, same refusals."""
     for heads, mla, rank in itertools.product(SIZES, (False, True), range(tp)):
-        mine, other = pair(theirs, rank, tp, heads, 1, mla)
+        both = mine, other = pair(theirs, rank, tp, heads, 1, mla=mla)
         assert mine.local_physical_heads == other.local_physical_heads
         assert mine.local_replicates_kv_cache == other.local_replicates_kv_cache
         for remote in SIZES:
             name = f"p{remote}"
             mine.register_remote_engine(name, EngineTransferInfo(remote, 4096, 16, 1))
             other.register_remote_engine(name, theirs.EngineTransferInfo(remote, 4096, 16, 1))
-            for call in (
-                lambda t, r=remote: t.tp_ratio(r),
-                lambda t, r=remote: t.handshake_target_ranks(r),
-                lambda t, n=name: t.target_remote_ranks(n),
-                lambda t, n=name: t.is_kv_replicated(n),
-                lambda t, n=name: t.replicates_kv_cache(n),
-                lambda t, n=name: t.describe(n),
-            ):
-                assert answer(lambda c=call, m=mine: c(m)) == answer(lambda c=call, o=other: c(o))
+            compare(both, [("tp_ratio", (remote,)), ("handshake_target_ranks", (remote,))])
+            named = ("target_remote_ranks", "is_kv_replicated", "replicates_kv_cache", "describe")
+            compare(both, [(method, (name,)) for method in named])
 
 
 @pytest.mark.parametrize("tp", SIZES)
 def test_dcp_members(theirs: ModuleType, tp: int) -> None:
+    named = ("dcp_source_ranks", "handshake_target_ranks", "dcp_consumer_count")
     for dcp, rank, mla in itertools.product((n for n in SIZES if tp % n == 0), range(tp), (False, True)):
-        mine, other = pair(theirs, rank, tp, 8, dcp, mla)
-        assert mine.dcp_rank == other.dcp_rank
-        for remote_tp, remote_dcp in itertools.product(SIZES, SIZES):
-            if remote_tp % remote_dcp:
-                continue
-            for call in (
-                lambda t, a=remote_tp, b=remote_dcp: t.dcp_source_ranks(a, b),
-                lambda t, a=remote_tp, b=remote_dcp: t.handshake_target_ranks(a, b),
-                lambda t, a=remote_tp, b=remote_dcp: t.dcp_consumer_count(a, b),
-            ):
-                assert answer(lambda c=call, m=mine: c(m)) == answer(lambda c=call, o=other: c(o))
+        both = pair(theirs, rank, tp, 8, dcp, mla=mla)
+        assert both[0].dcp_rank == both[1].dcp_rank
+        sizes = [(a, b) for a, b in itertools.product(SIZES, SIZES) if a % b == 0]
+        compare(both, [(method, size) for method in named for size in sizes])
 
 
 def test_registry_and_block_ratio(theirs: ModuleType) -> None:
-    mine, other = pair(theirs, 0, 1, 8, 1, False)
-    for remote in range(1, 257):
-        ours, upstream = (answer(lambda t=t, r=remote: t.block_size_ratio(r)) for t in (mine, other))
-        assert ours == upstream
-    for topology, cls in ((mine, EngineTransferInfo), (other, theirs.EngineTransferInfo)):
+    both = pair(theirs, 0, 1, 8, 1, mla=False)
+    compare(both, [("block_size_ratio", (remote,)) for remote in range(1, 257)])
+    for topology, cls in zip(both, (EngineTransferInfo, theirs.EngineTransferInfo), strict=True):
         first = cls(2, 1, 16, 1, remote_pp_rank=1, start_layer=3, end_layer=6, remote_dcp_size=2)
-        assert topology.register_remote_engine("p", first) is first
-        assert topology.register_remote_engine("p", cls(4, 1, 16, 1, 1)) is first
-        assert answer(lambda t=topology: t.get_engine_info("p")) is KeyError
-        assert (
-            answer(lambda t=topology, c=cls: t.register_remote_engine("local", c(1, 1, 1, 1)))
-            is AssertionError
-        )
+        assert answer(topology, "register_remote_engine", "p", first) is first
+        assert answer(topology, "register_remote_engine", "p", cls(4, 1, 16, 1, 1)) is first
+        assert answer(topology, "get_engine_info", "p") is KeyError
+        assert answer(topology, "register_remote_engine", "local", cls(1, 1, 1, 1)) is AssertionError
         topology.unregister_remote_engine("p")
-        assert answer(lambda t=topology: t.get_engine_info("p", 1)) is KeyError
+        assert answer(topology, "get_engine_info", "p", 1) is KeyError
 
 
-def test_source_selection_agrees_where_vllm_defines_it(theirs: ModuleType) -> None:
-    """The general selection reads what vLLM would, for the sizes vLLM serves."""
-    checked = 0
-    for tp, remote_tp, heads in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
+def test_selection_agrees_under_tp(theirs: ModuleType) -> None:
+    """Beyond these sizes vLLM refuses, or reads replicas of a head twice."""
+    sizes = (1, 2, 4, 8, 16)
+    for tp, remote_tp, heads in itertools.product(sizes, repeat=3):
+        if remote_tp > max(heads, tp):
+            continue
         for rank in range(tp):
-            _, other = pair(theirs, rank, tp, heads, 1, False)
-            if remote_tp <= max(heads, tp):  # beyond, vLLM refuses or reads replicas twice
-                got = select_sources(EngineShape(tp, heads), RankId(0, rank), EngineShape(remote_tp, heads))
-                wanted = other.handshake_target_ranks(remote_tp)
-                assert [s.rank.rank for s in got] == wanted, (tp, remote_tp, heads, rank)
-                checked += 1
-    for tp, remote_tp in itertools.product((2, 4, 8, 16), (2, 4, 8, 16)):
+            _, other = pair(theirs, rank, tp, heads, 1, mla=False)
+            got = select_sources(EngineShape(tp, heads), RankId(0, rank), EngineShape(remote_tp, heads))
+            assert [s.rank.rank for s in got] == other.handshake_target_ranks(remote_tp)
+
+
+def test_selection_agrees_under_dcp(theirs: ModuleType) -> None:
+    for tp, remote_tp in itertools.product((2, 4, 8, 16), repeat=2):
         for rank in range(tp):
-            _, other = pair(theirs, rank, tp, 1, tp, True)
+            _, other = pair(theirs, rank, tp, 1, tp, mla=True)
             local, remote = (EngineShape(n, 1, n, 16, is_mla=True) for n in (tp, remote_tp))
             got = select_sources(local, RankId(0, rank), remote)
             assert [s.rank.rank for s in got] == other.handshake_target_ranks(remote_tp, remote_tp)
-            checked += 1
-    assert checked > 400

@@ -134,7 +134,7 @@ def test_larger_remote_blocks_need_nothing() -> None:
 
 
 def test_partial_pages_are_read_directly() -> None:
-    """Of 24 tokens in blocks of 16, only the full page is reshaped; the other has a row per token and head."""
+    """Of 24 tokens in blocks of 16, only the full page is reshaped; the other has rows by token and head."""
     case = one_case(model("NHD", 16, H2), model("HND", 16, H2), 24)
     ran = run_case(case)
     assert ran.plan.reshapes[0].pages.tolist() == [1]

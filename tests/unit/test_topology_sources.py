@@ -127,7 +127,8 @@ def test_brute_force_owner_table(heads: int, mla: bool) -> None:
     for local, remote in itertools.product(every, every[:: 1 if len(every) < 30 else 3]):
         period = math.lcm(local.dcp_size * local.interleave, remote.dcp_size * remote.interleave)
         for rank in {0, 1 % local.num_ranks, local.num_ranks // 2, local.num_ranks - 1}:
-            want, got = owned(local, rank, period), []
+            want = owned(local, rank, period)
+            got: list[tuple[int, int]] = []
             for source in select_sources(local, RankId(0, rank), remote):
                 there = owned(remote, source.rank.rank, period)
                 lo, hi = source.heads
