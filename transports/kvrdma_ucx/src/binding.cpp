@@ -36,7 +36,7 @@ std::vector<RemoteRegion> regions_of(const std::vector<RegionTuple> &tuples) {
 
 auto facts(const Transport &self) {
     const Facts facts = self.facts();
-    return std::make_tuple(facts.version, facts.resources, facts.cuda, facts.can_refuse_emulation);
+    return std::make_tuple(facts.version, facts.resources, facts.cuda, facts.refuses_emulation);
 }
 
 auto register_memory(Transport &self, uint64_t addr, uint64_t nbytes, int cuda) {
@@ -93,7 +93,7 @@ NB_MODULE(_ucx, module) {
                 new (self) Transport(Options{require_one_sided, max_in_flight, peer_errors});
             },
             nb::kw_only(), "require_one_sided"_a, "max_in_flight"_a, "peer_errors"_a = true)
-        .def("facts", &kvrdma::ucx::facts, "(version, resources, cuda, can refuse emulation)")
+        .def("facts", &kvrdma::ucx::facts, "(version, resources, cuda, refuses emulation)")
         .def("register", &kvrdma::ucx::register_memory, "addr"_a, "nbytes"_a, "cuda"_a,
              "(id, slot, cookie, rkey); cuda is the GPU's index or -1.")
         .def("deregister", &Transport::deregister, "region"_a, unlocked)

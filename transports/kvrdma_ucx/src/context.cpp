@@ -40,7 +40,7 @@ void quiet_logs() {
 
 } // namespace
 
-Context::Context(const Options &options) {
+Context::Context() {
     quiet_logs();
     ucp_config_t *config = nullptr;
     throw_unless_ok(ucp_config_read(nullptr, nullptr, &config), "TransportUnavailableError",
@@ -48,11 +48,11 @@ Context::Context(const Options &options) {
     std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> owner(config, &ucp_config_release);
     const std::string known = printed(
         [&](FILE *out) { ucp_config_print(config, out, nullptr, UCS_CONFIG_PRINT_CONFIG); });
-    can_refuse_emulation_ = known.find("PROTO_EMULATION_ENABLE=") != std::string::npos;
+    refuses_emulation_ = known.find("PROTO_EMULATION_ENABLE=") != std::string::npos;
     for (const Setting &setting : kDefaults)
         if (!user_set(setting.name)) // a version that does not know a setting says so; that is no reason to stop
             (void)ucp_config_modify(config, setting.name, setting.value);
-    if (options.require_one_sided && can_refuse_emulation_)
+    if (refuses_emulation_) // whatever the user set: messages.hpp says why
         throw_unless_ok(ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n"), "TransportUnavailableError",
                         "UCX refuses UCX_PROTO_EMULATION_ENABLE=n");
 

@@ -19,7 +19,7 @@ struct Options {
 
 class Context {
   public:
-    explicit Context(const Options &options);
+    Context();
     ~Context();
     Context(const Context &) = delete;
     Context &operator=(const Context &) = delete;
@@ -28,8 +28,8 @@ class Context {
     bool supports(ucs_memory_type_t type) const noexcept { return memory_types_ & UCS_BIT(type); }
     // "rc_mlx5/mlx5_0:1", "tcp/eth0", ...: every transport and device UCX opened.
     const std::vector<std::string> &resources() const noexcept { return resources_; }
-    // Whether this UCX itself refuses to emulate when told so (UCX 1.16 and newer).
-    bool can_refuse_emulation() const noexcept { return can_refuse_emulation_; }
+    // Whether UCX itself cancels a GET it would have to emulate (1.16 and newer); else the lanes must tell.
+    bool refuses_emulation() const noexcept { return refuses_emulation_; }
 
     ucp_mem_h map(void *addr, size_t nbytes, ucs_memory_type_t type) const;
     void unmap(ucp_mem_h memh) const noexcept;
@@ -40,7 +40,7 @@ class Context {
 
     ucp_context_h handle_ = nullptr;
     uint64_t memory_types_ = 0;
-    bool can_refuse_emulation_ = false;
+    bool refuses_emulation_ = false;
     std::vector<std::string> resources_;
 };
 

@@ -1,5 +1,7 @@
 #include "cuda.hpp"
 
+#include <cstdio>
+#include <cstring>
 #include <dlfcn.h>
 #include <string>
 
@@ -21,6 +23,8 @@ struct Driver {
     int (*retain_primary)(void **, int) = nullptr;
     int (*get_device_attribute)(int *, int, int) = nullptr;
     int (*flush_rdma_writes)(int, int) = nullptr;
+    int (*copy_to_host)(void *, uint64_t, size_t) = nullptr;
+    int (*copy_to_device)(uint64_t, const void *, size_t) = nullptr;
     bool loaded = false;
 
     Driver() {
@@ -28,7 +32,8 @@ struct Driver {
         loaded = library && find(library, "cuPointerGetAttribute", get_pointer_attribute) &&
                  find(library, "cuCtxSetCurrent", set_current) &&
                  find(library, "cuDevicePrimaryCtxRetain", retain_primary) &&
-                 find(library, "cuDeviceGetAttribute", get_device_attribute);
+                 find(library, "cuDeviceGetAttribute", get_device_attribute) &&
+                 find(library, "cuMemcpyDtoH_v2", copy_to_host) && find(library, "cuMemcpyHtoD_v2", copy_to_device);
         if (loaded) // CUDA 11.3 and newer
             find(library, "cuFlushGPUDirectRDMAWrites", flush_rdma_writes);
     }
@@ -73,6 +78,20 @@ void *cuda_context_of(uint64_t addr, uint64_t nbytes, int index) {
 void make_cuda_context_current(void *context) noexcept {
     if (driver().loaded)
         driver().set_current(context);
+}
+
+int copy_out(void *to, uint64_t from, size_t nbytes, bool cuda) noexcept {
+    if (cuda)
+        return driver().copy_to_host(to, from, nbytes);
+    std::memcpy(to, reinterpret_cast<const void *>(from), nbytes);
+    return 0;
+}
+
+int copy_in(uint64_t to, const void *from, size_t nbytes, bool cuda) noexcept {
+    if (cuda)
+        return driver().copy_to_device(to, from, nbytes);
+    std::memcpy(reinterpret_cast<void *>(to), from, nbytes);
+    return 0;
 }
 
 bool needs_write_flush(int index) noexcept {

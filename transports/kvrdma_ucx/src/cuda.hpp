@@ -1,6 +1,7 @@
-// The five calls of the CUDA driver this transport needs, found at run time: a host without a GPU has no driver.
+// The calls of the CUDA driver this transport needs, found at run time: a host without a GPU has no driver.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace kvrdma::ucx {
@@ -10,6 +11,11 @@ void *cuda_context_of(uint64_t addr, uint64_t nbytes, int index);
 
 // Makes the context current in the calling thread: UCX copies GPU memory from whatever thread makes progress.
 void make_cuda_context_current(void *context) noexcept;
+
+// Copies between host memory and memory of the host or of the current context's GPU; returns when it is done, with 0
+// or CUDA's error.
+int copy_out(void *to, uint64_t from, size_t nbytes, bool cuda) noexcept;
+int copy_in(uint64_t to, const void *from, size_t nbytes, bool cuda) noexcept;
 
 // Whether what a NIC wrote into memory of GPU `index` needs a flush before later kernels see it.
 bool needs_write_flush(int index) noexcept;

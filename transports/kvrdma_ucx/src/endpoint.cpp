@@ -4,8 +4,6 @@
 #include <cstring>
 #include <regex>
 
-#include "wire_ids.hpp"
-
 namespace kvrdma::ucx {
 
 Endpoint::Endpoint(Shared &shared, std::shared_ptr<Peer> peer, PeerSpec spec, std::shared_ptr<Connecting> connecting)
@@ -25,8 +23,8 @@ Endpoint::~Endpoint() {
 std::string Endpoint::name() const { return "peer " + std::to_string(peer_->id); }
 
 Failure Endpoint::failure_of(ucs_status_t status, const std::string &what) const {
-    // A context told not to emulate cancels a GET for which it has no protocol.
-    const bool refused = shared_.options.require_one_sided && status == UCS_ERR_CANCELED && !failing_;
+    // Told not to emulate, UCX cancels a GET for which it has no protocol.
+    const bool refused = status == UCS_ERR_CANCELED && !failing_;
     return {refused ? "NotOneSidedError" : kind_of(status), with_status(what, status), status};
 }
 
@@ -45,7 +43,7 @@ void Endpoint::create() {
     params.field_mask =
         UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
     params.address = reinterpret_cast<const ucp_address_t *>(spec_.address.data());
-    params.err_mode = shared_.options.peer_errors ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
+    params.err_mode = error_mode(shared_.options);
     params.err_handler = {&Endpoint::on_error, this};
     throw_unless_ok(ucp_ep_create(shared_.worker, &params, &ep_), "ConnectError",
                     name() + " cannot be reached with the transports of this process; check UCX_TLS and "
@@ -57,36 +55,42 @@ void Endpoint::examine_lanes() {
     static const std::regex lane(R"(lane\[\d+\]:\s*\d+:(\S+)/(\S+)\.\d+\s.*->([^\n]*))");
     static const std::regex reads(R"(\brma(_bw)?\b)"), reads_v1(R"(\brma\b)");
     const std::string text = printed([&](FILE *out) { ucp_ep_print_info(ep_, out); });
-    std::string found, one_sided;
     for (std::sregex_iterator it(text.begin(), text.end(), lane), end; it != end; ++it) {
         const std::string transport = (*it)[1], device = transport + "/" + (*it)[2].str(), uses = (*it)[3];
-        found += (found.empty() ? "" : " ") + device;
+        lanes_ += (lanes_.empty() ? "" : " ") + device;
         // Before 1.16 a lane of bulk reads (rma_bw) serves rendezvous only, never GET.
-        if (is_one_sided(transport) && std::regex_search(uses, shared_.context.can_refuse_emulation() ? reads : reads_v1))
-            one_sided += (one_sided.empty() ? "" : " ") + device;
+        if (is_one_sided(transport) && std::regex_search(uses, shared_.context.refuses_emulation() ? reads : reads_v1))
+            one_sided_lanes_ += (one_sided_lanes_.empty() ? "" : " ") + device;
     }
-    one_sided_ = !one_sided.empty();
-    via_ = one_sided_ ? one_sided : found + " (emulated)";
-    if (!one_sided_ && shared_.options.require_one_sided)
-        throw StatusError("NotOneSidedError",
-                          name() + " is reached over " + found +
-                              ", which has no one-sided read: its CPU would have to serve every byte, and "
-                              "require_one_sided rules that out. This process has: " +
-                              joined(shared_.context.resources()) +
-                              ". For RDMA install a UCX with verbs, set KVRDMA_UCX_LIB to it, and let UCX_NET_DEVICES "
-                              "name an InfiniBand or RoCE device on both hosts",
-                          UCS_ERR_UNSUPPORTED);
+    via_ = lanes_;
+    if (one_sided_lanes_.empty() && shared_.options.require_one_sided)
+        refuse_emulation(lanes_ + ", which has no one-sided read");
+}
+
+void Endpoint::refuse_emulation(const std::string &found) const {
+    throw StatusError("NotOneSidedError",
+                      name() + " is reached over " + found +
+                          ": its CPU would have to serve every byte, and require_one_sided rules that out. This process "
+                          "has: " +
+                          joined(shared_.context.resources()) +
+                          ". For RDMA use a UCX with verbs (KVRDMA_UCX_LIB) and let UCX_NET_DEVICES name an InfiniBand or "
+                          "RoCE device on both hosts; for GPU memory load nvidia-peermem or use dmabuf",
+                      UCS_ERR_UNSUPPORTED);
 }
 
 void Endpoint::send_hello() {
     hello_.peer = peer_->id;
     hello_.instance = spec_.instance;
+    const std::string &ours = shared_.worker_address;
+    hello_.address_nbytes = static_cast<uint32_t>(ours.size());
+    hello_.checksum = checksum_of(ours.data(), ours.size());
     ucp_request_param_t param = {};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
     param.cb.send = &Endpoint::on_hello_sent;
     param.user_data = this;
-    param.flags = UCP_AM_SEND_FLAG_REPLY | UCP_AM_SEND_FLAG_EAGER;
-    const ucs_status_ptr_t sent = ucp_am_send_nbx(ep_, kAskHello, &hello_, sizeof hello_, nullptr, 0, &param);
+    param.flags = UCP_AM_SEND_FLAG_EAGER;
+    const ucs_status_ptr_t sent =
+        ucp_am_send_nbx(ep_, kAskHello, &hello_, sizeof hello_, ours.data(), ours.size(), &param);
     if (UCS_PTR_IS_ERR(sent))
         throw_unless_ok(UCS_PTR_STATUS(sent), "ConnectError", name() + " cannot be greeted");
     if (sent)
@@ -101,14 +105,21 @@ void Endpoint::on_hello_sent(void *request, ucs_status_t status, void *self) {
     ucp_request_free(request);
 }
 
-void Endpoint::on_hello(const Cookie &instance, const std::string &version) {
-    if (closing_ || failing_ || !connecting_)
+void Endpoint::on_hello(const Hello &answer) {
+    if (closing_ || failing_ || !connecting_ || session_)
         return;
     try {
-        if (instance != spec_.instance)
+        if (answer.instance != spec_.instance)
             throw StatusError("PeerIdentityError",
-                              name() + " has restarted: another transport (UCX " + version +
+                              name() + " has restarted: another transport (UCX " + answer.ucx_version +
                                   ") answers at this address; ask it for its new address and keys");
+        if (answer.protocol != kProtocol)
+            throw StatusError("ConnectError", name() + " speaks version " + std::to_string(answer.protocol) +
+                                                  " of the ucx messages, this side " + std::to_string(kProtocol) +
+                                                  ": use one kvrdma version");
+        session_ = answer.session;
+        if (one_sided_lanes_.empty())
+            return connected(false);
         unpack_keys();
         probe();
     } catch (const StatusError &error) {
@@ -127,7 +138,7 @@ void Endpoint::unpack_keys() {
     }
 }
 
-// Reads the peer's own cookie: the first one-sided read shows that the path works, or that there is none.
+// Reads the peer's own cookie: whether that works is the only proof of a one-sided path.
 void Endpoint::probe() {
     ucp_request_param_t param = {};
     param.cb.send = &Endpoint::on_probe;
@@ -149,10 +160,23 @@ void Endpoint::on_probe(void *request, ucs_status_t status, void *self) {
 void Endpoint::probe_arrived(ucs_status_t status) {
     if (closing_ || failing_)
         return;
-    if (status != UCS_OK)
-        return fail(failure_of(status, name() + " (" + via_ + ") cannot be read"));
-    if (std::memcmp(scratch_.data(), spec_.instance.data(), sizeof(Cookie)) != 0)
+    const Failure failure = status == UCS_OK ? Failure{} : failure_of(status, name() + " (" + lanes_ + ") cannot be read");
+    if (failure && failure.kind != std::string("NotOneSidedError"))
+        return fail(failure);
+    if (!failure && std::memcmp(scratch_.data(), spec_.instance.data(), sizeof(Cookie)) != 0)
         return fail({"PeerIdentityError", name() + " has closed its transport; ask it for its new address", 0});
+    try {
+        if (failure && shared_.options.require_one_sided)
+            refuse_emulation(lanes_ + ", but UCX has no one-sided way to this memory");
+        connected(!failure);
+    } catch (const StatusError &error) {
+        fail({error.kind(), error.what(), error.code()});
+    }
+}
+
+void Endpoint::connected(bool one_sided) {
+    one_sided_ = one_sided;
+    via_ = one_sided ? one_sided_lanes_ : lanes_ + " (served by the peer's CPU)";
     connecting_->one_sided = one_sided_;
     connecting_->via = via_;
     std::exchange(connecting_, nullptr)->end({});

@@ -12,6 +12,7 @@
 
 #include "completions.hpp"
 #include "context.hpp"
+#include "messages.hpp"
 #include "read.hpp"
 #include "regions.hpp"
 
@@ -42,15 +43,6 @@ struct Peer {
     std::string why;
 };
 
-// The first message to a peer and its answer: is it the process that wrote the address? Asked before any read, because
-// UCX's emulation of GET serves whatever address it is given, and a stale one would crash the process that answers.
-struct Hello {
-    uint32_t magic = 0x4352564b, version = 1;
-    uint64_t peer = 0; // of the asking side
-    Cookie instance = {};
-    char ucx_version[16] = {};
-};
-
 // A caller waiting in connect().
 struct Connecting {
     std::mutex mutex;
@@ -74,9 +66,14 @@ struct Shared {
     const Options &options;
     Regions &regions;
     CompletionQueue &done;
-    ucp_worker_h worker = nullptr;
+    ucp_worker_h worker = nullptr; // the one that reads
+    std::string worker_address = {};
     std::vector<Endpoint *> failed = {}; // to be closed outside of UCX callbacks
 };
+
+inline ucp_err_handling_mode_t error_mode(const Options &options) {
+    return options.peer_errors ? UCP_ERR_HANDLING_MODE_PEER : UCP_ERR_HANDLING_MODE_NONE;
+}
 
 class Endpoint {
   public:
@@ -86,7 +83,8 @@ class Endpoint {
     Endpoint &operator=(const Endpoint &) = delete;
 
     void connect();
-    void on_hello(const Cookie &instance, const std::string &version);
+    void on_hello(const Hello &answer);
+    void on_data(const Data &header, const uint8_t *bytes, size_t nbytes); // in a UCX callback
 
     void add(std::unique_ptr<Read> read);
     // Ends what has arrived and posts up to `quantum` pieces. Returns whether there is more to do right now.
@@ -99,6 +97,22 @@ class Endpoint {
     void report(); // once finished: the end of every read, then of the peer
 
   private:
+    // A part of a read that the peer was asked to serve.
+    struct Part {
+        uint64_t local;
+        uint32_t slot, nbytes;
+        bool arrived;
+    };
+    struct Ask {
+        Endpoint *endpoint;
+        Read *read;
+        AskRead header;
+        std::vector<uint8_t> payload;
+        std::vector<Part> parts;
+        size_t missing;
+        bool sent;
+    };
+
     // endpoint.cpp: connect and close
     void create();
     void examine_lanes();
@@ -106,6 +120,17 @@ class Endpoint {
     void unpack_keys();
     void probe();
     void probe_arrived(ucs_status_t status);
+    void connected(bool one_sided);
+    [[noreturn]] void refuse_emulation(const std::string &found) const;
+
+    // endpoint_served.cpp
+    void post_asks(uint32_t quantum);
+    bool post_ask(Read &read);
+    void fill(Ask &ask, std::vector<WireRegion> &regions, std::vector<WirePiece> &pieces);
+    bool send(Ask &ask);
+    bool place(Ask &ask, const Data &header, const uint8_t *bytes, size_t nbytes);
+    void ask_failed(Ask &ask, const Data &header);
+    void ask_ended(uint64_t id);
 
     // endpoint_reads.cpp
     bool can_post() const noexcept;
@@ -119,6 +144,7 @@ class Endpoint {
     void compare(const CookieCheck &check);
     void fail_read(Read &read, ucs_status_t status, const char *what);
     void request_ended(Read &read);
+    void part_ended(Read &read);
     void end_read(Read &read);
 
     ucs_status_ptr_t get(void *to, size_t nbytes, uint64_t from, ucp_rkey_h rkey, ucp_request_param_t &param);
@@ -129,6 +155,7 @@ class Endpoint {
     static void on_piece(void *request, ucs_status_t status, void *read);
     static void on_check(void *request, ucs_status_t status, void *check);
     static void on_probe(void *request, ucs_status_t status, void *self);
+    static void on_ask_sent(void *request, ucs_status_t status, void *ask);
     static void on_hello_sent(void *request, ucs_status_t status, void *self);
     static void on_closed(void *request, ucs_status_t status, void *self);
 
@@ -139,14 +166,18 @@ class Endpoint {
     OwnMemory scratch_;                      // where cookies arrive
     std::vector<uint32_t> free_chunks_;
     Hello hello_;
+    uint64_t session_ = 0; // the peer's id of this connection
+
 
     ucp_ep_h ep_ = nullptr;
     ucp_rkey_h table_ = nullptr;
     std::vector<ucp_rkey_h> rkeys_;
     bool one_sided_ = false;
-    std::string via_;
+    std::string lanes_, one_sided_lanes_, via_;
 
-    uint32_t outstanding_ = 0;
+    uint64_t next_ask_ = 1;
+    std::map<uint64_t, std::unique_ptr<Ask>> asks_;
+    uint32_t outstanding_ = 0; // requests whose callback has not come
     std::map<uint64_t, std::unique_ptr<Read>> reads_;
     std::deque<Read *> posting_, checking_, arrived_;
     bool failing_ = false, closing_ = false, closed_ = false, lost_ = false;

@@ -5,7 +5,6 @@
 
 #include "cuda.hpp"
 #include "endpoint.hpp"
-#include "wire_ids.hpp"
 
 namespace kvrdma::ucx {
 
@@ -28,7 +27,8 @@ void Endpoint::add(std::unique_ptr<Read> owned) {
 }
 
 bool Endpoint::can_post() const noexcept {
-    return !posting_.empty() && outstanding_ < shared_.options.max_in_flight;
+    return !posting_.empty() && (one_sided_ ? outstanding_ < shared_.options.max_in_flight
+                                            : asks_.size() < std::min<size_t>(shared_.options.max_in_flight, kMostAsks));
 }
 
 bool Endpoint::work(uint32_t quantum) {
@@ -39,8 +39,12 @@ bool Endpoint::work(uint32_t quantum) {
         arrived_.pop_front();
         settle(read);
     }
-    post_checks();
-    post_pieces(quantum);
+    if (one_sided_) {
+        post_checks();
+        post_pieces(quantum);
+    } else {
+        post_asks(quantum);
+    }
     return !arrived_.empty() || can_post();
 }
 
@@ -109,6 +113,10 @@ void Endpoint::on_piece(void *request, ucs_status_t status, void *argument) {
 
 void Endpoint::request_ended(Read &read) {
     --outstanding_;
+    part_ended(read);
+}
+
+void Endpoint::part_ended(Read &read) {
     if (--read.outstanding == 0 && !read.queued && !closing_)
         arrived_.push_back(&read);
 }
@@ -122,7 +130,7 @@ void Endpoint::fail_read(Read &read, ucs_status_t status, const char *what) {
 }
 
 void Endpoint::settle(Read &read) {
-    if (!read.failure && !read.planned && !read.rows.empty()) {
+    if (one_sided_ && !read.failure && !read.planned && !read.rows.empty()) {
         plan_checks(read);
         requeue(read, checking_, true);
     } else {

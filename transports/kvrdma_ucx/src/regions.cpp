@@ -7,6 +7,7 @@
 #include <mutex>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <utility>
 
 #include "cuda.hpp"
 #include "errors.hpp"
@@ -120,7 +121,7 @@ Registered Regions::add(uint64_t addr, uint64_t nbytes, int cuda) {
         made.id = next_id_++;
         slot_of_.emplace(made.id, made.slot);
         Slot &slot = slots_[made.slot];
-        slot.memh = memh, slot.nbytes = nbytes, slot.type = type;
+        slot.memh = memh, slot.addr = addr, slot.nbytes = nbytes, slot.type = type, slot.cookie = made.cookie;
         slot.flush = cuda >= 0 && needs_write_flush(cuda);
         table_of_rows_.add(made.slot, addr, nbytes);
         publish(made.slot, made.cookie);
@@ -144,12 +145,24 @@ void Regions::remove(uint64_t id) {
                                                      std::to_string(slots_[slot].nbytes) + " bytes is written by " +
                                                      std::to_string(reads) + " reads that have not ended; poll first");
         publish(slot, Cookie{}); // before the memory can be reused: whoever reads it from now on is told
-        memh = slots_[slot].memh;
+        memh = std::exchange(slots_[slot].memh, nullptr);
         table_of_rows_.remove(slot);
         slot_of_.erase(found);
         free_.push_back(slot);
     }
     context_.unmap(memh);
+}
+
+Served Regions::Reading::copy(const WireRegion &region, const WirePiece &piece, uint8_t *to) const noexcept {
+    if (region.slot >= kSlots)
+        return Served::kStale;
+    const Slot &slot = regions_.slots_[region.slot];
+    if (!slot.memh || slot.cookie != region.cookie)
+        return Served::kStale;
+    if (piece.nbytes > slot.nbytes || piece.offset > slot.nbytes - piece.nbytes)
+        return Served::kOutOfBounds;
+    const int failed = copy_out(to, slot.addr + piece.offset, piece.nbytes, slot.type == UCS_MEMORY_TYPE_CUDA);
+    return failed ? Served::kCopyFailed : Served::kBytes;
 }
 
 uint64_t Regions::acquire(std::vector<Row> &rows, const std::vector<uint64_t> &remote, std::vector<uint32_t> &slots) {

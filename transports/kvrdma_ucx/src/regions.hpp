@@ -1,12 +1,11 @@
 // The memory registered by this process, and the table by which peers see that it still is.
 //
 // A cookie is 16 random bytes. Slot 0 of the table holds the one of this transport; every region has a slot of its
-// own from registration to deregistration. A peer that has read a region reads its cookie afterwards, one-sided, and
-// compares it with the one in the region's key: UCX's emulation of GET checks no key, so only this tells a reader
-// that the memory it read was still registered when its bytes had arrived.
+// own from registration to deregistration. A peer that has read a region by GET reads its cookie afterwards, one-sided,
+// and compares it with the one in the region's key: this tells it that the memory was still registered when its bytes
+// had arrived. A read that is served by messages names the cookie and is checked while it is copied.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -16,11 +15,10 @@
 #include <vector>
 
 #include "context.hpp"
+#include "messages.hpp"
 #include "rows.hpp"
 
 namespace kvrdma::ucx {
-
-using Cookie = std::array<uint8_t, 16>;
 
 Cookie random_cookie();
 
@@ -69,6 +67,17 @@ class Regions {
     ucs_memory_type_t type(uint32_t slot) const noexcept { return slots_[slot].type; }
     bool needs_flush(uint32_t slot) const noexcept { return slots_[slot].flush; }
 
+    // While one lives nothing is deregistered.
+    class Reading {
+      public:
+        explicit Reading(Regions &regions) : regions_(regions), lock_(regions.mutex_) {}
+        Served copy(const WireRegion &region, const WirePiece &piece, uint8_t *to) const noexcept;
+
+      private:
+        const Regions &regions_;
+        std::shared_lock<std::shared_mutex> lock_;
+    };
+
     const Cookie &instance() const noexcept { return instance_; }
     uint64_t table_addr() const noexcept { return reinterpret_cast<uint64_t>(table_.data()); }
     std::string table_rkey() const { return context_.pack_rkey(table_.memh()); }
@@ -76,7 +85,8 @@ class Regions {
   private:
     struct Slot {
         ucp_mem_h memh = nullptr;
-        uint64_t nbytes = 0;
+        uint64_t addr = 0, nbytes = 0;
+        Cookie cookie = {};
         ucs_memory_type_t type = UCS_MEMORY_TYPE_HOST;
         bool flush = false;
         std::atomic<uint32_t> reads = 0;

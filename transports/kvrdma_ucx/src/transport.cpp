@@ -8,7 +8,7 @@
 namespace kvrdma::ucx {
 
 Transport::Transport(const Options &options)
-    : options_(options), owner_(getpid()), context_(std::make_unique<Context>(options_)),
+    : options_(options), owner_(getpid()), context_(std::make_unique<Context>()),
       regions_(std::make_unique<Regions>(*context_)),
       worker_(std::make_unique<Worker>(*context_, options_, *regions_, done_)) {}
 
@@ -36,7 +36,7 @@ void Transport::forget(uint64_t peer) {
 Facts Transport::facts() const {
     const Lock lock = open();
     return {ucx_version(), context_->resources(), context_->supports(UCS_MEMORY_TYPE_CUDA),
-            context_->can_refuse_emulation()};
+            context_->refuses_emulation()};
 }
 
 Registered Transport::register_memory(uint64_t addr, uint64_t nbytes, int cuda) {
@@ -117,9 +117,9 @@ uint64_t Transport::read(uint64_t peer_id, std::vector<Row> rows) {
 }
 
 void Transport::disconnect(uint64_t peer_id) {
-    const Lock lock = open();
+    const Lock lock(open_mutex_);
     const std::shared_ptr<Peer> peer = find(peer_id);
-    if (!peer)
+    if (!peer || getpid() != owner_) // closed, too: then every peer is gone already
         return;
     {
         std::lock_guard queueing(peer->mutex);

@@ -30,7 +30,7 @@ struct Connected {
 struct Facts {
     std::string version;
     std::vector<std::string> resources;
-    bool cuda, can_refuse_emulation;
+    bool cuda, refuses_emulation;
 };
 
 class Transport {

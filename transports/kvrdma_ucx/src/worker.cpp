@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include "cuda.hpp"
-#include "wire_ids.hpp"
 
 namespace kvrdma::ucx {
 
@@ -44,6 +43,24 @@ ucp_worker_h new_worker(const Context &context) {
     return worker;
 }
 
+std::string address_of(ucp_worker_h worker) {
+    ucp_address_t *address = nullptr;
+    size_t nbytes = 0;
+    throw_unless_ok(ucp_worker_get_address(worker, &address, &nbytes), "TransportUnavailableError",
+                    "UCX worker has no address");
+    std::string copy(reinterpret_cast<const char *>(address), nbytes);
+    ucp_worker_release_address(worker, address);
+    return copy;
+}
+
+// Not to be guessed by other consumers of the same transport.
+uint64_t random_session() {
+    uint64_t session = 0;
+    const Cookie cookie = random_cookie();
+    std::memcpy(&session, cookie.data(), sizeof session);
+    return session | 1;
+}
+
 } // namespace
 
 Worker::Worker(const Context &context, const Options &options, Regions &regions, CompletionQueue &done)
@@ -66,12 +83,8 @@ Worker::~Worker() {
 void Worker::create_workers() {
     server_ = new_worker(shared_.context);
     reader_ = new_worker(shared_.context);
-    ucp_address_t *address = nullptr;
-    size_t nbytes = 0;
-    throw_unless_ok(ucp_worker_get_address(server_, &address, &nbytes), "TransportUnavailableError",
-                    "UCX worker has no address");
-    address_.assign(reinterpret_cast<const char *>(address), nbytes);
-    ucp_worker_release_address(server_, address);
+    address_ = address_of(server_);
+    shared_.worker_address = address_of(reader_);
     poll_fd_ = epoll_create1(EPOLL_CLOEXEC);
     command_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (poll_fd_ < 0 || command_fd_ < 0)
@@ -82,56 +95,6 @@ void Worker::create_workers() {
         throw_unless_ok(ucp_worker_get_efd(worker, &fd), "TransportUnavailableError", "UCX worker has no wakeup fd");
         watch(poll_fd_, fd);
     }
-}
-
-void Worker::listen() {
-    const auto receive = [this](ucp_worker_h worker, unsigned id, ucp_am_recv_callback_t callback) {
-        ucp_am_handler_param_t param = {};
-        param.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB | UCP_AM_HANDLER_PARAM_FIELD_ARG;
-        param.id = id;
-        param.cb = callback;
-        param.arg = this;
-        throw_unless_ok(ucp_worker_set_am_recv_handler(worker, &param), "TransportUnavailableError",
-                        "UCX cannot receive active messages");
-    };
-    receive(server_, kAskHello, &Worker::on_ask);
-    receive(reader_, kAnswerHello, &Worker::on_answer);
-}
-
-ucs_status_t Worker::on_ask(void *self, const void *header, size_t header_length, void *, size_t,
-                            const ucp_am_recv_param_t *param) {
-    const Worker &worker = *static_cast<Worker *>(self);
-    if (header_length != sizeof(Hello) || !(param->recv_attr & UCP_AM_RECV_ATTR_FIELD_REPLY_EP))
-        return UCS_OK;
-    auto answer = std::make_unique<Hello>();
-    std::memcpy(answer.get(), header, sizeof(Hello)); // keeps the asking side's peer id
-    answer->instance = worker.shared_.regions.instance();
-    const std::string version = ucx_version();
-    std::strncpy(answer->ucx_version, version.c_str(), sizeof answer->ucx_version - 1);
-    ucp_request_param_t sending = {};
-    sending.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
-    sending.flags = UCP_AM_SEND_FLAG_EAGER;
-    sending.user_data = answer.get();
-    sending.cb.send = [](void *request, ucs_status_t, void *sent) {
-        delete static_cast<Hello *>(sent);
-        ucp_request_free(request);
-    };
-    if (UCS_PTR_IS_PTR(ucp_am_send_nbx(param->reply_ep, kAnswerHello, answer.get(), sizeof(Hello), nullptr, 0, &sending)))
-        (void)answer.release(); // the callback deletes it
-    return UCS_OK;
-}
-
-ucs_status_t Worker::on_answer(void *self, const void *header, size_t header_length, void *, size_t,
-                               const ucp_am_recv_param_t *) {
-    Hello answer;
-    if (header_length != sizeof answer)
-        return UCS_OK;
-    std::memcpy(&answer, header, sizeof answer);
-    if (answer.magic != Hello{}.magic)
-        return UCS_OK;
-    answer.ucx_version[sizeof answer.ucx_version - 1] = 0;
-    static_cast<Worker *>(self)->answers_.push_back({answer.peer, answer.instance, answer.ucx_version});
-    return UCS_OK;
 }
 
 void Worker::submit(Command command) {
@@ -148,7 +111,7 @@ void Worker::submit(Command command) {
 void Worker::run() {
     pthread_setname_np(pthread_self(), "kvrdma-ucx");
     int empty = 0;
-    while (!stopping_ || (!endpoints_.empty() && now_ns() < stop_deadline_ns_)) {
+    while (!stopping_ || (!(endpoints_.empty() && consumers_.empty()) && now_ns() < stop_deadline_ns_)) {
         if (step())
             empty = 0;
         else if (++empty > kEmptyRounds) {
@@ -164,9 +127,7 @@ bool Worker::step() {
     bool busy = take_commands();
     retire_finished(); // after the commands: every read queued before its peer was lost has been taken
     busy |= progress();
-    for (const Answer &answer : std::exchange(answers_, {}))
-        if (const auto found = endpoints_.find(answer.peer); found != endpoints_.end())
-            found->second->on_hello(answer.instance, answer.version);
+    greet();
     close_failed();
     busy |= work();
     return busy;
@@ -219,6 +180,8 @@ void Worker::execute(UseCudaCommand &command) { make_cuda_context_current(comman
 void Worker::execute(StopCommand &) {
     stopping_ = true;
     stop_deadline_ns_ = now_ns() + kStopNs;
+    for (auto &[session, consumer] : consumers_)
+        consumer->fail();
     for (auto &[id, endpoint] : endpoints_)
         endpoint->close({"ReadCancelledError", "the transport was closed before the read ended", 0}, false);
 }
@@ -233,12 +196,32 @@ bool Worker::progress() {
 
 bool Worker::work() {
     bool more = false;
+    for (auto &[session, consumer] : consumers_)
+        more |= consumer->work();
     for (auto &[id, endpoint] : endpoints_)
         more |= endpoint->work(kQuantum);
     return more;
 }
 
+void Worker::greet() {
+    for (Greeting &greeting : std::exchange(greetings_, {})) {
+        const uint64_t session = random_session();
+        auto &consumer = consumers_[session] =
+            std::make_unique<Consumer>(shared_.regions, session, greeting.hello, std::move(greeting.address));
+        consumer->connect(server_, error_mode(shared_.options));
+    }
+    for (const Hello &answer : std::exchange(answers_, {}))
+        if (const auto found = endpoints_.find(answer.peer); found != endpoints_.end())
+            found->second->on_hello(answer);
+}
+
 void Worker::close_failed() {
+    for (auto it = consumers_.begin(); it != consumers_.end();) {
+        Consumer &consumer = *it->second;
+        if (consumer.failed() && !consumer.closing())
+            consumer.close();
+        it = consumer.finished() ? consumers_.erase(it) : std::next(it);
+    }
     for (Endpoint *endpoint : std::exchange(shared_.failed, {}))
         endpoint->close_failed();
 }
@@ -284,6 +267,7 @@ void Worker::shut_down() {
             ucp_worker_destroy(std::exchange(*worker, nullptr));
     for (auto &[id, endpoint] : left)
         endpoint->report();
+    consumers_.clear();
     for (int *fd : {&poll_fd_, &command_fd_})
         if (*fd >= 0)
             ::close(std::exchange(*fd, -1));

@@ -15,6 +15,7 @@
 #include <variant>
 #include <vector>
 
+#include "consumer.hpp"
 #include "endpoint.hpp"
 
 namespace kvrdma::ucx {
@@ -48,11 +49,16 @@ class Worker {
     const std::string &address() const noexcept { return address_; }
     void submit(Command command);
 
+    // Called back by UCX, in the thread.
+    void ask_hello(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
+    void answer_hello(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
+    void ask_read(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
+    void data(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
+
   private:
-    struct Answer {
-        uint64_t peer;
-        Cookie instance;
-        std::string version;
+    struct Greeting {
+        Hello hello;
+        std::string address; // of the asking side's worker
     };
 
     void run();
@@ -65,18 +71,14 @@ class Worker {
     void execute(StopCommand &command);
     bool progress();
     bool work();
+    void greet();
     void close_failed();
     void retire_finished();
     void sleep();
     void shut_down();
 
     void create_workers();
-    void listen();
-    static ucs_status_t on_ask(void *self, const void *header, size_t header_length, void *data, size_t length,
-                               const ucp_am_recv_param_t *param);
-    static ucs_status_t on_answer(void *self, const void *header, size_t header_length, void *data, size_t length,
-                                  const ucp_am_recv_param_t *param);
-
+    void listen(); // worker_messages.cpp
     Shared shared_;
     ucp_worker_h server_ = nullptr;
     ucp_worker_h &reader_ = shared_.worker;
@@ -89,7 +91,9 @@ class Worker {
 
     // Of the thread.
     std::map<uint64_t, std::unique_ptr<Endpoint>> endpoints_;
-    std::vector<Answer> answers_;
+    std::map<uint64_t, std::unique_ptr<Consumer>> consumers_;
+    std::vector<Greeting> greetings_;
+    std::vector<Hello> answers_;
     bool stopping_ = false;
     int64_t stop_deadline_ns_ = 0;
 
