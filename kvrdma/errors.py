@@ -24,6 +24,12 @@
     │   ├── ReadCancelledError              the reader disconnected or closed before the read ended
     │   ├── ReadTimeoutError                a read passed its deadline
     │   └── StaleRegionError                the peer has deregistered the memory that was read
+    ├── LeaseError                          a lease cannot be opened: no slot free, or published twice
+    ├── PullError                           a pull failed; each subclass is a reason
+    │   ├── LeaseRevokedError               the lease ended before the data had arrived
+    │   ├── PullTimeoutError                the pull passed its deadline
+    │   ├── PullAbortedError                the caller gave it up
+    │   └── PeerUnavailableError            the peer failed repeatedly: its circuit breaker is open
     └── ControlError                        a control message failed
         ├── UnreachableError                nobody answers at the control address
         ├── AuthenticationError             the shared secret does not match
@@ -130,6 +136,30 @@ class ReadTimeoutError(TransportError):
 
 class StaleRegionError(TransportError):
     """The peer deregistered the memory that was read: the bytes must not be used."""
+
+
+class LeaseError(KVRDMAError):
+    """A lease cannot be opened: every slot is taken, or the request is published already."""
+
+
+class PullError(KVRDMAError):
+    """Base of the reasons a pull fails for that are not those of a transport or control message."""
+
+
+class LeaseRevokedError(PullError):
+    """The producer ended the lease before the data had arrived; the bytes must not be used."""
+
+
+class PullTimeoutError(PullError):
+    """A pull passed its deadline."""
+
+
+class PullAbortedError(PullError):
+    """The caller aborted the pull, or closed the engine."""
+
+
+class PeerUnavailableError(PullError):
+    """The peer failed repeatedly and is left alone for a while: recompute instead."""
 
 
 class ControlError(KVRDMAError):

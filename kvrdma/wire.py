@@ -6,6 +6,8 @@ message makes the receiver execute or import anything.
 
 History of ``PROTOCOL_VERSION``:
     1  link test: ``OpenLink``, ``DescribeLink``, ``FillPool``, ``CloseLink`` and their answers; ``Failed``.
+       Engines: ``DescribeRanks``, ``AnnounceRank``, ``LeaseDone``, ``Heartbeat``, ``Goodbye``, ``DigestRows``
+       and their answers.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=16384)]
 Blob: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Small: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 
@@ -91,8 +95,120 @@ class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     message: Text
 
 
+RankPair: TypeAlias = tuple[Small, Small]
+"""(pipeline stage, rank in it)."""
+Lease: TypeAlias = tuple[Count, Count]
+"""(slot, generation)."""
+
+
+class TransportOffer(msgspec.Struct, frozen=True, array_like=True):
+    """How one transport reads one rank: its address, and the keys of its regions, the fence table last."""
+
+    address: Blob
+    keys: Annotated[tuple[Blob, ...], msgspec.Meta(max_length=4096)]
+
+
+class RankDescription(msgspec.Struct, frozen=True, array_like=True):
+    """Everything a consumer needs to know of one rank, before it reads from it."""
+
+    engine_id: Name
+    generation: Count
+    """Of the process: grows with every start."""
+    rank: RankPair
+    host: Name
+    """With ``port``: the rank's mailbox."""
+    port: Port
+    model: dict[Name, Name]
+    """What has to be equal on both sides, field by field."""
+    layout: Blob
+    """The rank's ``KVLayout``, MessagePack, compressed with zlib."""
+    offers: dict[Name, TransportOffer]
+    kvrdma: Name = ""
+    """Version, for people."""
+
+
+class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask an engine for the descriptions of some of its ranks."""
+
+    engine_id: Name
+    ranks: Annotated[tuple[RankPair, ...], msgspec.Meta(max_length=4096)]
+
+
+class RanksDescribed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The descriptions, in the order asked for."""
+
+    ranks: Annotated[tuple[RankDescription, ...], msgspec.Meta(max_length=4096)]
+
+
+class AnnounceRank(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Tell the engine's side channel about a rank that lives in another process."""
+
+    rank: RankDescription
+
+
+class LeaseDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A consumer rank needs a lease no longer, whether its pull succeeded or not."""
+
+    lease: Lease
+    consumer: Name
+    rank: Small
+    readers: Annotated[tuple[Small, ...], msgspec.Meta(max_length=4096)]
+    """Every rank of that consumer that reads this producer rank."""
+    succeeded: bool = True
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A consumer still needs these leases."""
+
+    leases: Annotated[tuple[Lease, ...], msgspec.Meta(max_length=65536)]
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A consumer rank closes: whatever it still reads, it is done with."""
+
+    consumer: Name
+    rank: Small
+
+
+class DigestRows(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask for the checksums of bytes a pull has read, while its lease lives (``verify="digest"``)."""
+
+    lease: Lease
+    rows: Annotated[bytes, msgspec.Meta(max_length=3 << 20)]
+    """``(N, 3)`` uint64, little endian: region, offset, length."""
+
+
+class RowDigests(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """CRC-32 of each row, ``(N,)`` uint32, little endian."""
+
+    digests: Annotated[bytes, msgspec.Meta(max_length=3 << 20)]
+
+
+class Noted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The message was received; ``known`` says how many of the leases it named are live."""
+
+    known: Count = 0
+
+
 Message: TypeAlias = (
-    OpenLink | LinkOpened | DescribeLink | LinkKeys | FillPool | PoolFilled | CloseLink | LinkClosed | Failed
+    OpenLink
+    | LinkOpened
+    | DescribeLink
+    | LinkKeys
+    | FillPool
+    | PoolFilled
+    | CloseLink
+    | LinkClosed
+    | Failed
+    | DescribeRanks
+    | RanksDescribed
+    | AnnounceRank
+    | LeaseDone
+    | Heartbeat
+    | Goodbye
+    | DigestRows
+    | RowDigests
+    | Noted
 )
 
 

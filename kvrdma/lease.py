@@ -1,0 +1,277 @@
+"""Leases and the one-sided fence: how a late read is told from one in time, without asking the producer.
+
+The producer holds a request's blocks under a *lease*, and keeps one 64-bit word per lease in a registered
+table: ``generation << 1 | valid``. It clears the valid bit before the blocks can be used for anything else. A
+consumer reads the word one-sided after its data has arrived: only the live word of its own generation makes the
+pull a success. Generations only grow, also across restarts (they start at the time of day in microseconds), so
+a slot can be reused at once.
+
+Everything but the table itself is pure: times are arguments, on the producer's clock alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrdma.errors import ConfigError, LeaseError
+
+WORD_NBYTES = 8
+_MAX_EARLY = 4096
+_MAX_CONSUMERS = 1024
+
+
+class LeaseKey(NamedTuple):
+    """Names a lease among all leases of a producer, for ever."""
+
+    slot: int
+    generation: int
+
+
+class Verdict(Enum):
+    """What a word says about a lease."""
+
+    LIVE = "the blocks are still the request's"
+    NOT_YET = "the producer has not published the lease yet: look again"
+    REVOKED = "the lease has ended: the blocks may hold anything"
+
+
+def judge(word: int, key: LeaseKey) -> Verdict:
+    """Compare a word read from a lease's slot with the lease."""
+    generation, valid = word >> 1, word & 1
+    if generation == key.generation and valid:
+        return Verdict.LIVE
+    return Verdict.NOT_YET if generation < key.generation else Verdict.REVOKED
+
+
+class FenceTable:
+    """The words. One writer at a time; peers read them at any time."""
+
+    def __init__(self, slots: int) -> None:
+        """Make a table of ``slots`` words, none of them live.
+
+        Raises:
+            ConfigError: fewer than 1 or more than 2**20 slots.
+        """
+        if not 1 <= slots <= 1 << 20:
+            raise ConfigError(f"fence slots={slots}: use 1 to {1 << 20}")
+        self._words = np.zeros(slots, np.uint64)
+        self._free = deque(range(slots))
+        self._generation = time.time_ns() // 1000
+
+    @property
+    def addr(self) -> int:
+        """Address of slot 0."""
+        return int(self._words.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the table."""
+        return self._words.nbytes
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def allocate(self) -> LeaseKey:
+        """Take a free slot and a generation that no lease had before; its word is not live yet.
+
+        Raises:
+            LeaseError: every slot is taken.
+        """
+        if not self._free:
+            raise LeaseError(
+                f"all {len(self)} leases are taken: consumers do not finish, or the setting fence_slots is too "
+                "small"
+            )
+        self._generation += 1
+        return LeaseKey(self._free.popleft(), self._generation)
+
+    def make_live(self, key: LeaseKey) -> None:
+        """Let consumers succeed with ``key`` from now on."""
+        self._words[key.slot] = key.generation << 1 | 1
+
+    def revoke(self, key: LeaseKey) -> None:
+        """Let no consumer succeed with ``key`` any more, unless it has read the word already."""
+        self._words[key.slot] = key.generation << 1
+
+    def release(self, key: LeaseKey) -> None:
+        """Give back a slot from ``allocate``, revoked."""
+        self._free.append(key.slot)
+
+    def word(self, slot: int) -> int:
+        """Read a word, as a consumer would."""
+        return int(self._words[slot])
+
+
+class End(Enum):
+    """How a publication ended."""
+
+    DONE = "every consumer is done"
+    EXPIRED = "its lease ran out"
+    WITHDRAWN = "the producer took it back"
+
+
+@dataclass(slots=True)
+class _Lease:
+    request_id: Hashable
+    deadline_s: float
+    consumers: int
+    readers: dict[str, frozenset[int]] = field(default_factory=dict)
+    """By consumer engine: which of its ranks read this rank."""
+    done: set[tuple[str, int]] = field(default_factory=set)
+
+    def is_done(self) -> bool:
+        finished = (
+            all((engine, rank) in self.done for rank in ranks) for engine, ranks in self.readers.items()
+        )
+        return sum(finished) >= self.consumers
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A publication that ended; its word was revoked before this was made."""
+
+    request_id: Hashable
+    how: End
+
+
+class LeaseBook:
+    """The leases of one producer rank. Not thread-safe: the owner locks.
+
+    A lease ends exactly once. Messages about leases that are unknown, ended or of another generation change
+    nothing; those that come before their lease are remembered, up to a bound.
+    """
+
+    def __init__(self, table: FenceTable, lease_s: float) -> None:
+        """Keep leases of ``lease_s`` seconds over ``table``."""
+        self._table = table
+        self._lease_s = lease_s
+        self._leases: dict[LeaseKey, _Lease] = {}
+        self._keys: dict[Hashable, LeaseKey] = {}
+        self._own: set[LeaseKey] = set()
+        self._early: OrderedDict[LeaseKey, list[tuple[str, int, frozenset[int]]]] = OrderedDict()
+        self._ended: list[Ended] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def __contains__(self, request_id: Hashable) -> bool:
+        return request_id in self._keys
+
+    def publish(
+        self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None
+    ) -> LeaseKey:
+        """Open a lease for ``request_id`` and make its word live.
+
+        Args:
+            request_id: any hashable; one live publication each.
+            now_s: time on the producer's clock.
+            consumers: how many consumer engines will read it.
+            key: the lease that another rank of this engine allocated for the same request; its own otherwise.
+
+        Raises:
+            LeaseError: the request is published already, or the slot is taken or does not exist.
+        """
+        if request_id in self._keys:
+            raise LeaseError(f"request {request_id!r} is published already: withdraw it first")
+        if consumers < 1:
+            raise LeaseError(f"request {request_id!r}: consumers={consumers}, needs at least 1")
+        if key is None:
+            key = self._table.allocate()
+            self._own.add(key)
+        elif not 0 <= key.slot < len(self._table) or any(key.slot == other.slot for other in self._leases):
+            raise LeaseError(
+                f"request {request_id!r}: slot {key.slot} of {len(self._table)} is taken or absent"
+            )
+        elif self._table.word(key.slot) >> 1 >= key.generation:
+            raise LeaseError(f"request {request_id!r}: lease {key} has ended already")
+        self._table.make_live(key)
+        self._leases[key] = _Lease(request_id, now_s + self._lease_s, consumers)
+        self._keys[request_id] = key
+        for consumer, rank, readers in self._early.pop(key, []):
+            self.done(key, consumer, rank, readers)
+        return key
+
+    def done(self, key: LeaseKey, consumer: str, rank: int, readers: Iterable[int]) -> bool:
+        """Note that ``rank`` of engine ``consumer`` needs the lease no longer.
+
+        Args:
+            key: the lease.
+            consumer: engine id.
+            rank: which of its ranks.
+            readers: all of its ranks that read this rank; the first message of an engine counts.
+
+        Returns:
+            False if the message came too early or too late, or came before.
+        """
+        lease = self._leases.get(key)
+        if lease is None:
+            self._remember(key, consumer, rank, frozenset(readers))
+            return False
+        if len(lease.readers) >= _MAX_CONSUMERS and consumer not in lease.readers:
+            return False
+        ranks = lease.readers.get(consumer) or frozenset(readers)
+        if (consumer, rank) in lease.done or rank not in ranks:
+            return False
+        lease.readers[consumer] = ranks
+        lease.done.add((consumer, rank))
+        if lease.is_done():
+            self._end(key, End.DONE)
+        return True
+
+    def _remember(self, key: LeaseKey, consumer: str, rank: int, readers: frozenset[int]) -> None:
+        if not 0 <= key.slot < len(self._table) or self._table.word(key.slot) >> 1 >= key.generation:
+            return  # it has ended, or never was
+        self._early.setdefault(key, []).append((consumer, rank, readers))
+        while sum(map(len, self._early.values())) > _MAX_EARLY:
+            self._early.popitem(last=False)
+
+    def renew(self, keys: Iterable[LeaseKey], now_s: float) -> int:
+        """Extend the leases that a consumer still needs; returns how many of them are live."""
+        known = [self._leases[key] for key in keys if key in self._leases]
+        for lease in known:
+            lease.deadline_s = max(lease.deadline_s, now_s + self._lease_s)
+        return len(known)
+
+    def forget_consumer(self, consumer: str, rank: int) -> None:
+        """Count a consumer rank that has said goodbye as done wherever it reads."""
+        for key, lease in list(self._leases.items()):
+            if rank in lease.readers.get(consumer, ()):
+                self.done(key, consumer, rank, lease.readers[consumer])
+
+    def withdraw(self, request_id: Hashable) -> bool:
+        """End a publication now; False if there is none (any more)."""
+        key = self._keys.get(request_id)
+        if key is None:
+            return False
+        self._end(key, End.WITHDRAWN)
+        return True
+
+    def expire(self, now_s: float) -> None:
+        """End every lease whose time is over."""
+        for key in [key for key, lease in self._leases.items() if lease.deadline_s <= now_s]:
+            self._end(key, End.EXPIRED)
+
+    def next_deadline_s(self) -> float | None:
+        """When ``expire`` has something to do at the earliest."""
+        return min((lease.deadline_s for lease in self._leases.values()), default=None)
+
+    def take_ended(self) -> list[Ended]:
+        """Return what has ended since the last call; its blocks may be reused."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end(self, key: LeaseKey, how: End) -> None:
+        self._table.revoke(key)  # before anybody can hear that the blocks are free
+        lease = self._leases.pop(key)
+        del self._keys[lease.request_id]
+        if key in self._own:
+            self._own.remove(key)
+            self._table.release(key)
+        self._ended.append(Ended(lease.request_id, how))

@@ -1,0 +1,133 @@
+"""``PullReference``: what the producer hands out and the consumer needs to pull a request.
+
+It travels through proxies and clients as ``kv_transfer_params``, a JSON object with the keys of vLLM's
+NixlConnector and one of ours, ``"kvrdma"``. What comes back is checked field by field: it may have passed through
+anybody's hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvrdma.errors import MessageError
+from kvrdma.lease import LeaseKey
+
+Small: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""Below 2**53: JSON parsers of proxies may read numbers as doubles."""
+Blocks: TypeAlias = Annotated[tuple[Small, ...], msgspec.Meta(max_length=1 << 22)]
+
+
+class _Ours(msgspec.Struct, frozen=True):
+    version: Annotated[int, msgspec.Meta(ge=1, le=1)]
+    engine_generation: Number
+    slot: Small
+    lease_generation: Number
+    first_blocks: Annotated[tuple[Small, ...], msgspec.Meta(max_length=256)] = ()
+
+
+class _Params(msgspec.Struct, frozen=True):
+    remote_engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    remote_host: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    remote_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    remote_block_ids: Annotated[tuple[Blocks, ...], msgspec.Meta(max_length=256)]
+    remote_num_tokens: Number
+    kvrdma: _Ours
+    remote_request_id: Annotated[str, msgspec.Meta(max_length=4096)] = ""
+    tp_size: Size = 1
+    dcp_size: Size = 1
+    pp_size: Size = 1
+    interleave: Size = 1
+    dcp_across_tp: bool = False
+
+
+class PullReference(msgspec.Struct, frozen=True):
+    """One published request, as a consumer sees it."""
+
+    engine_id: str
+    engine_generation: int
+    host: str
+    port: int
+    lease: LeaseKey
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    """Block ids, one tuple per KV group; the same on every rank."""
+    first_blocks: tuple[int, ...]
+    """Per KV group: which block of the sequence the first id is."""
+    request_id: str
+    """The producer's name for it; for people."""
+    tp_size: int = 1
+    dcp_size: int = 1
+    pp_size: int = 1
+    interleave: int = 1
+    dcp_across_tp: bool = False
+
+    def to_params(self) -> dict[str, Any]:
+        """Give the JSON-able object of ``kv_transfer_params``."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": self.request_id,
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_block_ids": [list(group) for group in self.blocks],
+            "remote_num_tokens": self.num_tokens,
+            "tp_size": self.tp_size,
+            "dcp_size": self.dcp_size,
+            "pp_size": self.pp_size,
+            "interleave": self.interleave,
+            "dcp_across_tp": self.dcp_across_tp,
+            "kvrdma": {
+                "version": 1,
+                "engine_generation": self.engine_generation,
+                "slot": self.lease.slot,
+                "lease_generation": self.lease.generation,
+                "first_blocks": list(self.first_blocks),
+            },
+        }
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> PullReference:
+        """Check and read such an object.
+
+        Raises:
+            MessageError: a key is missing or malformed; names it.
+        """
+        try:
+            read = msgspec.convert(dict(params), _Params)
+        except msgspec.ValidationError as error:
+            raise MessageError(f"kv_transfer_params: {error}; was it made by another connector?") from None
+        first = read.kvrdma.first_blocks or (0,) * len(read.remote_block_ids)
+        if len(first) != len(read.remote_block_ids):
+            raise MessageError(
+                f"kv_transfer_params: {len(read.remote_block_ids)} groups of block ids, {len(first)} first_blocks"
+            )
+        return cls(
+            engine_id=read.remote_engine_id,
+            engine_generation=read.kvrdma.engine_generation,
+            host=read.remote_host,
+            port=read.remote_port,
+            lease=LeaseKey(read.kvrdma.slot, read.kvrdma.lease_generation),
+            num_tokens=read.remote_num_tokens,
+            blocks=read.remote_block_ids,
+            first_blocks=first,
+            request_id=read.remote_request_id,
+            tp_size=read.tp_size,
+            dcp_size=read.dcp_size,
+            pp_size=read.pp_size,
+            interleave=read.interleave,
+            dcp_across_tp=read.dcp_across_tp,
+        )
+
+
+def groups_of(blocks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Accept one list of block ids or one per KV group; give one tuple per group."""
+    nested = [block for block in blocks if isinstance(block, Sequence)]
+    if nested and len(nested) == len(blocks):
+        return tuple(tuple(int(block) for block in group) for group in nested)
+    return (tuple(int(block) for block in blocks if not isinstance(block, Sequence)),)
