@@ -117,9 +117,7 @@ def peak_nbytes(function: Receive, cache: torch.Tensor, indices: torch.Tensor, r
         traced = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function(cache, indices, ratio)
     events = profile.profiler.kineto_results.events() if profile.profiler else []
     held = peak = 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from kvrdma.blocks import clip_ssm_state_blocks
 from kvrdma.reshape.dispatch import apply, apply_at
 from kvrdma.reshape.pages import PagedMemory, paged
 from kvrdma.reshape.receive import (
-    clip_ssm_state_blocks,
     copy_kv_blocks,
     cpu_key_reshape,
     kv_postprocess_blksize_and_layout_on_receive,

@@ -128,9 +128,7 @@ def page_indices(pages: Pages, num_pages: int) -> NDArray[np.int64]:
     if indices.size == 0:
         return np.empty(0, np.int64)
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise ReshapeError(
-            f"pages must be a flat list of integers, got shape {indices.shape} of {indices.dtype}"
-        )
+        raise ReshapeError(f"pages must be a flat list of integers, got shape {indices.shape} of {indices.dtype}")
     indices = indices.astype(np.int64, copy=False)
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= num_pages:

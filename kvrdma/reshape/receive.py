@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from kvrdma.reshape.pages import Pages, Tensor
 
+STAGED_BLOCKS = 64
+SCATTERED_RUN = 4  # blocks a run must have on average to be worth a copy of its own
+
 
 def kv_postprocess_blksize_on_receive(cache: Tensor, indices: Pages, block_size_ratio: int) -> None:
     """Turns ``r`` small head-major blocks that landed one after another into one big block, in place.
@@ -36,9 +39,7 @@ def kv_postprocess_blksize_on_receive(cache: Tensor, indices: Pages, block_size_
     apply(Reshape(shape, (1, 0, 2, 3), _itemsize(cache)), cache, indices)
 
 
-def kv_postprocess_blksize_and_layout_on_receive(
-    cache: Tensor, indices: Pages, block_size_ratio: int
-) -> None:
+def kv_postprocess_blksize_and_layout_on_receive(cache: Tensor, indices: Pages, block_size_ratio: int) -> None:
     """Turns ``r >= 1`` small head-major blocks into one token-major block, in place.
 
     The bytes of each listed block go from ``(r, H, n, C)`` to ``(r, n, H, C)`` with ``n = N // r``.
@@ -78,9 +79,7 @@ def kv_postprocess_cpu_attention_on_receive(cache: Tensor, indices: Pages, block
     """
     _, heads, tokens, content = _block_shape(cache, block_size_ratio)
     if content % 2:
-        raise ReshapeError(
-            f"a CPU attention block holds keys and values of one size, got content size {content}"
-        )
+        raise ReshapeError(f"a CPU attention block holds keys and values of one size, got content size {content}")
     _require_order(cache, (1, 2, 3), "head-major [H, N, 2D]")
     size, half = _itemsize(cache), content // 2
     small = half * tokens // block_size_ratio
@@ -111,8 +110,9 @@ def copy_kv_blocks(
 ) -> None:
     """Copies block ``src_ids[i]`` to block ``dst_ids[i]`` of every layer, between host and device.
 
-    Neighbouring blocks are copied together and no block is staged. Does nothing if any argument is empty or
-    the id lists differ in length. When it returns, host memory may be read (``d2h``) or reused (``h2d``).
+    Neighbouring blocks are copied together, scattered ones staged ``STAGED_BLOCKS`` at a time. Does nothing if
+    any argument is empty or the id lists differ in length. When it returns, host memory may be read (``d2h``)
+    or reused (``h2d``).
 
     Args:
         src_caches: layer name to tensor ``[num_blocks, ...]``.
@@ -131,17 +131,22 @@ def copy_kv_blocks(
         raise ReshapeError(f"direction must be 'h2d' or 'd2h', got {direction!r}")
     for layer, source in src_caches.items():
         _check_copy(layer, source, dst_caches.get(layer), (src_ids, dst_ids))
-    runs = list(_runs(src_ids, dst_ids))
+    runs = _runs(src_ids, dst_ids)
     for layer, source in src_caches.items():
-        target = dst_caches[layer]
+        if len(runs) * SCATTERED_RUN > len(src_ids):
+            _copy_staged(source, dst_caches[layer], src_ids, dst_ids)
+            continue
         for first, into, length in runs:
-            target[into : into + length].copy_(source[first : first + length])
+            dst_caches[layer][into : into + length].copy_(source[first : first + length])
 
 
-def clip_ssm_state_blocks(blocks: list[int], num_spec_blocks: int) -> list[int]:
-    """Keeps the running-state block of a Mamba request: drops the speculative ones at the end, never all."""
-    kept = blocks[: max(1, len(blocks) - num_spec_blocks)]
-    return kept[-1:]
+def _copy_staged(source: torch.Tensor, target: torch.Tensor, src_ids: Sequence[int], dst_ids: Sequence[int]) -> None:
+    import torch
+
+    for start in range(0, len(src_ids), STAGED_BLOCKS):
+        part = slice(start, start + STAGED_BLOCKS)
+        rows = torch.tensor(src_ids[part], device=source.device)
+        target[torch.tensor(dst_ids[part], device=target.device)] = source[rows].to(target.device)
 
 
 def _runs(src_ids: Sequence[int], dst_ids: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -180,9 +185,7 @@ def _block_shape(cache: Tensor, ratio: int) -> tuple[int, int, int, int]:
     if len(shape) != 4:
         raise ReshapeError(f"cache must be [num_blocks, H, N, C], got shape {shape}")
     if ratio < 1 or shape[2] % ratio:
-        raise ReshapeError(
-            f"block size ratio {ratio} does not divide the {shape[2]} tokens of a block {shape[1:]}"
-        )
+        raise ReshapeError(f"block size ratio {ratio} does not divide the {shape[2]} tokens of a block {shape[1:]}")
     return shape[0], shape[1], shape[2], shape[3]
 
 
@@ -191,9 +194,7 @@ def _require_order(cache: Tensor, order: tuple[int, int, int], name: str) -> Non
     strides = memory_strides(cache)
     steps = [strides[axis] for axis in order if cache.shape[axis] > 1]
     if steps != sorted(steps, reverse=True):
-        raise ReshapeError(
-            f"blocks must be {name} in memory, got shape {tuple(cache.shape)} with strides {strides}"
-        )
+        raise ReshapeError(f"blocks must be {name} in memory, got shape {tuple(cache.shape)} with strides {strides}")
 
 
 def _itemsize(cache: Tensor) -> int:

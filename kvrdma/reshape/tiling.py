@@ -85,9 +85,7 @@ def plan_tiling(reshape: Reshape, alignment: int, shared_limit: int) -> tuple[Ti
     together = 1
     if taken == nbytes:
         together = _groups_together(fixed, min(TILE_NBYTES, shared_limit) // (elements * nbytes))
-    whole = (
-        taken == nbytes and math.gcd(VECTOR_NBYTES, alignment, together * elements * nbytes) == VECTOR_NBYTES
-    )
+    whole = taken == nbytes and math.gcd(VECTOR_NBYTES, alignment, together * elements * nbytes) == VECTOR_NBYTES
     table = _sources((together, *inner[0]), (0, *(a + 1 for a in inner[1])))
     tiling = Tiling(
         groups=fixed // together,

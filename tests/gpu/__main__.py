@@ -39,9 +39,7 @@ class JsonLines:
     def pytest_collectreport(self, report: object) -> None:
         if getattr(report, "outcome", "") == "failed":
             line = {"test": getattr(report, "nodeid", ""), "outcome": "failed"}
-            sys.stdout.write(
-                json.dumps({**line, "error": str(getattr(report, "longrepr", ""))[-2000:]}) + "\n"
-            )
+            sys.stdout.write(json.dumps({**line, "error": str(getattr(report, "longrepr", ""))[-2000:]}) + "\n")
 
 
 def obstacle() -> str | None:
@@ -70,9 +68,7 @@ def main() -> int:
     # Not the project's configuration: it names plugins that this check must not need.
     options = ["-c", "/dev/null", f"--rootdir={root}", f"--confcutdir={root}", "--import-mode=importlib"]
     quiet = ["-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
-    return int(
-        pytest.main([*options, *quiet, "--require=gpu,torch", str(Path(__file__).parent)], [JsonLines()])
-    )
+    return int(pytest.main([*options, *quiet, "--require=gpu,torch", str(Path(__file__).parent)], [JsonLines()]))
 
 
 if __name__ == "__main__":

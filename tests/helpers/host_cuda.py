@@ -94,9 +94,7 @@ class HostKernel:
         self.max_dynamic_shared_size_bytes = 0
         self.preferred_shared_memory_carveout = 0
 
-    def __call__(
-        self, grid: tuple[int], block: tuple[int], args: tuple[np.generic, ...], *, shared_mem: int
-    ) -> None:
+    def __call__(self, grid: tuple[int], block: tuple[int], args: tuple[np.generic, ...], *, shared_mem: int) -> None:
         assert block == (256,)
         assert shared_mem <= self.max_dynamic_shared_size_bytes
         require_aligned(args)

@@ -32,7 +32,7 @@ def test_extra_memory_counts_torch_and_numpy_and_forgets_what_was_freed() -> Non
 
 
 @pytest.mark.needs("vllm")
-@pytest.mark.filterwarnings("default")  # vLLM's own imports warn
+@pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 @pytest.mark.parametrize("case", [CASES[1], CASES[-1]], ids=lambda case: case.function)
 def test_a_case_reports_both_sides(case: object) -> None:
     result = run_case(case, pages=64, repeat=2)  # type: ignore[arg-type]

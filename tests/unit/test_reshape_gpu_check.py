@@ -17,24 +17,16 @@ def test_figure(record_property): record_property("ratio", 0.5)
 def test_wrong(): assert 1 == 2
 def test_skipped(): pytest.skip("not here")
 """
-PLUGIN = (
-    "import sys, pytest; from tests.gpu.__main__ import JsonLines; pytest.main(sys.argv[1:], [JsonLines()])"
-)
+PLUGIN = "import sys, pytest; from tests.gpu.__main__ import JsonLines; pytest.main(sys.argv[1:], [JsonLines()])"
 
 
-def test_missing_wheels_are_listed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(
-        gpu_check, "WHEELS", {"json": "never", "no_such_a": "wheel-a", "no_such_b": "wheel-b"}
-    )
+def test_missing_wheels_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpu_check, "WHEELS", {"json": "never", "no_such_a": "wheel-a", "no_such_b": "wheel-b"})
     assert gpu_check.main() == 2
     assert capsys.readouterr().err == "gpu-check: missing wheels, install: wheel-a; wheel-b\n"
 
 
-def test_a_machine_without_gpu_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpu_check, "WHEELS", {})
     monkeypatch.setattr(Path, "exists", lambda _path: False)
     assert gpu_check.main() == 2

@@ -85,9 +85,7 @@ def test_the_cases_reach_every_way_the_kernel_works(library: ctypes.CDLL) -> Non
         CudaReshaper(cupy, 0).apply(reshape, pool.memory(0), [0], 0)  # type: ignore[arg-type]
     numbers = [[int(a) for a in launch["args"][8:]] for launch in cupy.launches]  # type: ignore[index]
     tiles = [n for n in numbers if not n[7]]
-    assert {(vector, piece) for *_, vector, piece, _ in tiles} >= {(16, p) for p in (16, 8, 4, 2, 1)} | {
-        (1, 1)
-    }
+    assert {(vector, piece) for *_, vector, piece, _ in tiles} >= {(16, p) for p in (16, 8, 4, 2, 1)} | {(1, 1)}
     assert {piece for *_, piece, cycles in numbers if cycles} == {16, 2, 1}
     assert any(slices > 1 for _, _, _, _, slices, *_ in tiles)
     assert any(groups > 1 for groups, *_ in tiles)
@@ -180,9 +178,7 @@ reshaper.apply(Reshape((2, 2), (1, 0), 1), memory, HostArray(np.array([1, int(sy
 
 
 @pytest.mark.parametrize(("page", "status"), [(0, 0), (2, -signal.SIGABRT), (-1, -signal.SIGABRT)])
-def test_page_numbers_on_the_device_out_of_range_stop_the_kernel(
-    library: ctypes.CDLL, page: int, status: int
-) -> None:
+def test_page_numbers_on_the_device_out_of_range_stop_the_kernel(library: ctypes.CDLL, page: int, status: int) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", TRAPPED, library._name, str(page)], cwd=ROOT, capture_output=True, check=False
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from kvrdma.errors import ReshapeError
 from kvrdma.reshape import (
     apply,
-    clip_ssm_state_blocks,
     copy_kv_blocks,
     cpu_key_reshape,
     kv_postprocess_blksize_and_layout_on_receive,
@@ -65,9 +64,7 @@ def test_block_size_and_layout(ratio: int) -> None:
     for block in (2, 4):
         memory[block] = small_blocks(want[block], ratio).reshape(memory[block].shape)
     cache = torch.from_numpy(memory).transpose(1, 2)
-    assert (ratio == 16) == np.array_equal(
-        cache.numpy(), want
-    )  # blocks of one token have no head-major order
+    assert (ratio == 16) == np.array_equal(cache.numpy(), want)  # blocks of one token have no head-major order
     kv_postprocess_blksize_and_layout_on_receive(cache, torch.tensor([4, 2]), ratio)
     assert np.array_equal(cache.numpy(), want)
 
@@ -117,7 +114,7 @@ def test_cpu_attention_needs_keys_and_values_of_one_size() -> None:
 
 
 @pytest.mark.needs("vllm")
-@pytest.mark.filterwarnings("default")  # vLLM's own imports warn
+@pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 @pytest.mark.parametrize("ratio", [1, 2, 8])
 @pytest.mark.parametrize("token_major", [False, True])
 def test_same_bytes_as_vllm(ratio: int, token_major: bool) -> None:
@@ -127,25 +124,21 @@ def test_same_bytes_as_vllm(ratio: int, token_major: bool) -> None:
     cache = torch.randn(9, 4, 16, 24, dtype=torch.bfloat16)
     if token_major:
         cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
-    name = (
-        "kv_postprocess_blksize_and_layout_on_receive" if token_major else "kv_postprocess_blksize_on_receive"
-    )
+    name = "kv_postprocess_blksize_and_layout_on_receive" if token_major else "kv_postprocess_blksize_on_receive"
     ours = cache.clone(memory_format=torch.preserve_format)
     assert ours.stride() == cache.stride()
     indices = torch.tensor([8, 0, 3])
     getattr(utils, name)(cache, indices, ratio)
-    {True: kv_postprocess_blksize_and_layout_on_receive, False: kv_postprocess_blksize_on_receive}[
-        token_major
-    ](ours, indices, ratio)
+    {True: kv_postprocess_blksize_and_layout_on_receive, False: kv_postprocess_blksize_on_receive}[token_major](
+        ours, indices, ratio
+    )
     assert torch.equal(ours.view(torch.int16), cache.view(torch.int16))
 
 
 def pack_cpu(keys: NDArray[np.float32], values: NDArray[np.float32]) -> NDArray[np.float32]:
     """Packs keys and values ``[N, H, D]`` as CPU attention does: per head K ``[D, N]``, then V ``[N, D]``."""
     heads = keys.shape[1]
-    return np.concatenate(
-        [part for h in range(heads) for part in (keys[:, h].T.ravel(), values[:, h].ravel())]
-    )
+    return np.concatenate([part for h in range(heads) for part in (keys[:, h].T.ravel(), values[:, h].ravel())])
 
 
 def cpu_caches(ratio: int, n: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -173,7 +166,7 @@ def test_cpu_attention_blocks(ratio: int, n: int) -> None:
 
 
 @pytest.mark.needs("vllm")
-@pytest.mark.filterwarnings("default")  # vLLM's own imports warn
+@pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 def test_cpu_attention_blocks_32_to_64_where_vllm_gives_wrong_bytes() -> None:
     import torch
 
@@ -200,7 +193,7 @@ def packed_by_vllm(drawn: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @pytest.mark.needs("vllm")
-@pytest.mark.filterwarnings("default")  # vLLM's own imports warn
+@pytest.mark.filterwarnings("ignore")  # vLLM's own imports warn
 def test_cpu_attention_pages_are_those_vllm_writes() -> None:
     import torch
 
@@ -225,18 +218,30 @@ def test_cpu_keys_alone_where_values_landed_in_place() -> None:
     assert np.array_equal(page[0], want)
 
 
-@pytest.mark.parametrize("direction", ["h2d", "d2h"])
-def test_copy_kv_blocks(direction: str) -> None:
+PAIRS = {
+    "neighbours": [(i + 10, i + 20) for i in range(100)],
+    "scattered, more than one stage": [((7 * i) % 150, (11 * i) % 160) for i in range(140)],
+    "neighbours on one side only": [(i, 2 * i) for i in range(70)],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("pairs", PAIRS.values(), ids=PAIRS)
+def test_copy_kv_blocks(pairs: list[tuple[int, int]], dtype: str) -> None:
     import torch
 
-    source = {name: torch.randn(6, 2, 4) for name in ("a", "b")}
-    target = {name: torch.zeros(9, 2, 4) for name in ("a", "b")}
-    copy_kv_blocks(source, target, [1, 2, 5, 0], [3, 4, 5, 8], direction)  # type: ignore[arg-type]
-    for name in ("a", "b"):
-        want = torch.zeros(9, 2, 4)
-        for src, dst in ((1, 3), (2, 4), (5, 5), (0, 8)):
-            want[dst] = source[name][src]
-        assert torch.equal(target[name], want)
+    kind = getattr(torch, dtype)
+    raw = {name: torch.randint(0, 100, (150, 2, 4 * kind.itemsize), dtype=torch.uint8) for name in "ab"}
+    source = {name: bytes_.view(kind) for name, bytes_ in raw.items()}
+    rows = {name: torch.zeros(160, 3, 2, 4 * kind.itemsize, dtype=torch.uint8) for name in "ab"}
+    target = {name: bytes_.view(kind)[:, 1] for name, bytes_ in rows.items()}  # blocks of a bigger row
+    direction: Literal["h2d", "d2h"] = "d2h" if dtype == "int8" else "h2d"
+    copy_kv_blocks(source, target, [s for s, _ in pairs], [d for _, d in pairs], direction)
+    for name in "ab":
+        want = torch.zeros_like(rows[name])
+        for src, dst in pairs:
+            want[dst, 1] = raw[name][src]
+        assert torch.equal(rows[name], want)
 
 
 def test_copy_kv_blocks_does_nothing_without_pairs() -> None:
@@ -275,11 +280,3 @@ def test_copy_kv_blocks_refuses_before_copying(change: dict[str, object], messag
     with pytest.raises(ReshapeError, match=message):
         copy_kv_blocks(**(arguments | change))  # type: ignore[arg-type]
     assert not target["a"].any()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "spec", "kept"),
-    [([], 1, []), ([1, 2, 3, 4], 2, [2]), ([5], 3, [5]), ([1, 2], 0, [2]), ([1, 2], 5, [1])],
-)
-def test_clip_ssm_state_blocks(blocks: list[int], spec: int, kept: list[int]) -> None:
-    assert clip_ssm_state_blocks(blocks, spec) == kept
