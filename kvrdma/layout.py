@@ -108,9 +108,7 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
             by_layer[name] = spec
         regions = _storages(view for found in views.values() for view in found.views)
         formats = tuple(dict.fromkeys(found.format for found in views.values()))
-        layers = tuple(
-            _layer(name, by_layer[name], found, (regions, formats)) for name, found in views.items()
-        )
+        layers = tuple(_layer(name, by_layer[name], found, (regions, formats)) for name, found in views.items())
         layout = cls(regions, formats, layers, share.dcp_rank, share.dcp_size, share.interleave)
         layout.validate()
         return layout
@@ -176,18 +174,16 @@ def _check_layer(layout: KVLayout, layer: Layer) -> None:
     fmt = layout.format_of(layer)
     lo, hi = layer.heads
     if not 0 <= lo < hi <= layer.total_heads or hi - lo != fmt.heads:
-        raise LayoutError(
-            f"{where}: heads [{lo}, {hi}) of {layer.total_heads} do not match pages of {fmt.heads} heads"
-        )
+        raise LayoutError(f"{where}: heads [{lo}, {hi}) of {layer.total_heads} do not match pages of {fmt.heads} heads")
     if layer.pages_per_block < 1 or fmt.tokens < 1 or layer.group < 0 or not fmt.parts:
         raise LayoutError(
             f"{where}: pages_per_block {layer.pages_per_block}, tokens {fmt.tokens}, group {layer.group}, "
             f"{len(fmt.parts)} parts: all must be at least 1 (group 0)"
         )
-    if fmt.kind != "state" and layout.block_size(layer) % layout.interleave:
+    split = fmt.kind != "state" and layout.dcp_size > 1
+    if split and layout.block_size(layer) % layout.interleave:
         raise LayoutError(
-            f"{where}: interleave {layout.interleave} does not divide the block of "
-            f"{layout.block_size(layer)} tokens"
+            f"{where}: interleave {layout.interleave} does not divide the block of {layout.block_size(layer)} tokens"
         )
     for part in fmt.parts:
         numbers = (part.offset, part.head_stride, part.token_stride, part.elem_stride)
@@ -246,16 +242,10 @@ def _check_layers(local: KVLayout, mine: Layer, remote: KVLayout, theirs: Layer)
     ]
     if one.kind == two.kind == "state":
         sizes = (local.block_size(mine), remote.block_size(theirs))
-        fields.append(
-            ("state shares", (mine.heads, sizes[0]), (theirs.heads, sizes[1]), "state is moved whole")
-        )
-    elements = {
-        part.itemsize for fmt in (one, two) for part in fmt.parts if part.elem_stride != part.itemsize
-    }
+        fields.append(("state shares", (mine.heads, sizes[0]), (theirs.heads, sizes[1]), "state is moved whole"))
+    elements = {part.itemsize for fmt in (one, two) for part in fmt.parts if part.elem_stride != part.itemsize}
     if len(elements) > 1:
-        fields.append(
-            ("element bytes", _item_bytes(one), _item_bytes(two), "transposed keys need equal elements")
-        )
+        fields.append(("element bytes", _item_bytes(one), _item_bytes(two), "transposed keys need equal elements"))
     for name, value, other, hint in fields:
         if value != other:
             raise IncompatibleError(

@@ -125,7 +125,9 @@ class TensorView:
 
     @classmethod
     def of(cls, tensor: Any) -> TensorView:  # noqa: ANN401 -- torch is optional; told apart by its methods
-        """Read a torch tensor (anything with ``untyped_storage``) or a numpy array."""
+        """Read a torch tensor (anything with ``untyped_storage``) or a numpy array; keep a view."""
+        if isinstance(tensor, cls):
+            return tensor
         if hasattr(tensor, "untyped_storage"):
             storage, size = tensor.untyped_storage(), int(tensor.element_size())
             strides = tuple(int(s) * size for s in tensor.stride())
@@ -134,9 +136,7 @@ class TensorView:
             place = (int(storage.data_ptr()), int(storage.nbytes()))
             return cls(int(tensor.data_ptr()), shape, strides, size, dtype, *place)
         if not isinstance(tensor, np.ndarray):
-            raise LayoutError(
-                f"cannot read strides of a {type(tensor).__name__}: need a torch tensor or array"
-            )
+            raise LayoutError(f"cannot read strides of a {type(tensor).__name__}: need a torch tensor or array")
         root = tensor
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -184,9 +184,7 @@ def recognise(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> Rec
     stride = _steps(dims, view)
     _check_strides(layer, view, dims)
     if stride["C"] != view.itemsize:
-        raise _unknown(
-            layer, view, f"its content axis steps {stride['C']} bytes, not one {view.itemsize}-byte element"
-        )
+        raise _unknown(layer, view, f"its content axis steps {stride['C']} bytes, not one {view.itemsize}-byte element")
     parts = _cpu_parts(layer, view, dims) if spec.kind == "cpu" else _parts(tensors, spec, size, stride)
     name = _format_name(spec, size, stride, pair=len(tensors) == 2)
     dtype = spec.dtype or view.dtype
@@ -221,8 +219,7 @@ def _find_dims(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> st
         raise _unknown(
             layer,
             view,
-            f"no known order of axes has {heads} heads and blocks of {spec.block_size}"
-            f" tokens, dims {spec.dims}",
+            f"no known order of axes has {heads} heads and blocks of {spec.block_size} tokens, dims {spec.dims}",
         )
     if len({tuple(zip(d, view.shape, strict=True)) for d in found}) > 1 and not _same_meaning(found, view):
         raise _unknown(layer, view, f"its axes may be any of {found}: say which with LayerSpec(dims=...)")
@@ -272,9 +269,7 @@ def _cpu_parts(layer: str, view: TensorView, dims: str) -> tuple[Part, ...]:
     stride = _steps(dims, view)
     item, tokens, elems = view.itemsize, size["N"], size["C"] // 2
     if size["C"] % 2 or (tokens > 1 and stride["N"] != size["C"] * item):
-        raise _unknown(
-            layer, view, "a cpu page needs keys and values of equal size and dense (block, head) pages"
-        )
+        raise _unknown(layer, view, "a cpu page needs keys and values of equal size and dense (block, head) pages")
     head = stride["H"]
     keys = Part("k", 0, 0, head, item, tokens * item, elems, item)
     return keys, Part("v", 0, tokens * elems * item, head, elems * item, item, elems, item)

@@ -97,9 +97,7 @@ def direct_rows(local: PageFormat, share: SourceShare, runs: Runs) -> Table:
     tables = [np.empty((0, 7), np.int64)]
     for count in np.unique(runs.count[mine]).tolist():
         chosen = mine[runs.count[mine] == count]
-        tables.extend(
-            _run_rows(share, pair, (runs, chosen, count)) for pair in _part_pairs(local, share.format)
-        )
+        tables.extend(_run_rows(share, pair, (runs, chosen, count)) for pair in _part_pairs(local, share.format))
     return np.concatenate(tables)
 
 

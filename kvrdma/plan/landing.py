@@ -1,9 +1,10 @@
 """Decides, for one plane of a page, between direct rows and bigger pieces finished by a reshape.
 
-Pieces are what a page needs, joined where the *remote* side is contiguous. They land one after the other, and
-the page is then a permutation of what it should be. Where that permutation is a transpose, ``Reshape`` says
-so; the shape is derived from the permutation itself, so every pair of formats, block sizes and token shares
-goes through the same code.
+Pieces are what a page needs, joined where the *remote* side is contiguous. They land one after the other,
+each source's together if possible so that consecutive remote blocks merge, and the page is then a
+permutation of what it should be. Where that permutation is a transpose, ``Reshape`` says so; the shape is
+derived from the permutation itself, so every pair of formats, block sizes and token shares goes through the
+same code.
 """
 
 from __future__ import annotations
@@ -115,23 +116,29 @@ def _land(table: Table, unit: Unit, itemsize: int, cost: ReadCost) -> Landing | 
     rows = table[index]
     if int(rows[:, LENGTH].sum()) != unit.nbytes * unit.count:
         return None
-    order = np.lexsort(
-        (rows[:, REMOTE_OFFSET], rows[:, REMOTE_PAGE], rows[:, REMOTE_PLANE], rows[:, SOURCE], stretch)
-    )
+    order = np.lexsort((rows[:, REMOTE_OFFSET], rows[:, REMOTE_PAGE], rows[:, REMOTE_PLANE], rows[:, SOURCE], stretch))
     rows, stretch, inner = rows[order], stretch[order], inner[order]
-    pieces, landing = _pieces(rows, stretch, inner, unit)
+    pieces, which, first = _pieces(rows, stretch, inner)
     if len(pieces) * cost.row_ns + unit.nbytes * unit.count * cost.byte_ns >= len(rows) * cost.row_ns:
         return None
-    found = _transpose(stretch, inner, landing, (rows[:, LENGTH], unit))
-    if found is None:
-        return None
-    reshape = _reshape(*found, itemsize, unit)
-    kept = np.delete(table, index, axis=0)
-    return Landing(np.concatenate([kept, pieces]), (reshape,))
+    home = stretch[np.searchsorted(which, np.arange(len(pieces)))]
+    for keys in ((first, pieces[:, REMOTE_PAGE], pieces[:, SOURCE]), (first,)):
+        place = _stack(pieces[:, LENGTH], np.lexsort((*keys, home))) - home * unit.nbytes
+        landing = place[which] + rows[:, REMOTE_OFFSET] - pieces[which, REMOTE_OFFSET]
+        found = _transpose(stretch, inner, landing, (rows[:, LENGTH], unit))
+        if found is not None:
+            pieces[:, LOCAL_OFFSET] = unit.offset + home * unit.stride + place
+            kept = np.delete(table, index, axis=0)
+            return Landing(np.concatenate([kept, pieces]), (_reshape(*found, itemsize, unit),))
+    return None
 
 
-def _pieces(rows: Table, stretch: Ints, inner: Ints, unit: Unit) -> tuple[Table, Ints]:
-    """Join rows (ordered by remote place) into pieces, and give each row's landing offset in its stretch."""
+def _pieces(rows: Table, stretch: Ints, inner: Ints) -> tuple[Table, Ints, Ints]:
+    """Join rows (ordered by remote place) where the remote side is contiguous.
+
+    Returns:
+        The pieces, the piece of each row, and the first offset in its stretch that each piece is for.
+    """
     new = np.ones(len(rows), bool)
     new[1:] = stretch[1:] != stretch[:-1]
     for column in (SOURCE, REMOTE_PLANE, REMOTE_PAGE):
@@ -140,14 +147,14 @@ def _pieces(rows: Table, stretch: Ints, inner: Ints, unit: Unit) -> tuple[Table,
     starts = np.flatnonzero(new)
     pieces = rows[starts]
     pieces[:, LENGTH] = np.add.reduceat(rows[:, LENGTH], starts)
-    order = np.lexsort((np.minimum.reduceat(inner, starts), stretch[starts]))
-    place = np.empty(len(pieces), np.int64)
-    place[order] = np.cumsum(pieces[order, LENGTH]) - pieces[order, LENGTH]
-    place -= stretch[starts] * unit.nbytes
-    which = np.cumsum(new) - 1
-    landing = place[which] + rows[:, REMOTE_OFFSET] - pieces[which, REMOTE_OFFSET]
-    pieces[:, LOCAL_OFFSET] = unit.offset + stretch[starts] * unit.stride + place
-    return pieces, landing
+    return pieces, np.cumsum(new) - 1, np.minimum.reduceat(inner, starts)
+
+
+def _stack(length: Ints, order: Ints) -> Ints:
+    """Where each piece lands when they are laid one after the other in the given order."""
+    place = np.empty(len(length), np.int64)
+    place[order] = np.cumsum(length[order]) - length[order]
+    return place
 
 
 def _transpose(

@@ -125,10 +125,10 @@ class Planner:
         """Check the pair and prepare it; see ``prepare`` for the errors."""
         self.sources = tuple(sources)
         self._local_regions: tuple[Storage, ...] = local.regions
-        self._remote_regions = [
-            remote[source.rank].regions if source.rank in remote else () for source in sources
-        ]
+        self._remote_regions = [remote[source.rank].regions if source.rank in remote else () for source in sources]
         self._groups = prepare(local, remote, sources, cost or ReadCost())
+        for group in self._groups:
+            group.warm()
 
     def plan(
         self,
@@ -168,9 +168,7 @@ class Planner:
                     rows[stream.source].append(_fill(group, stream, pages, there))
                 for plane, reshape in pages.template.reshapes:
                     reshapes.setdefault((group.names, plane, reshape), []).append(pages.local)
-        finished = tuple(
-            PageReshape(key[2], key[0], key[1], np.concatenate(p)) for key, p in reshapes.items()
-        )
+        finished = tuple(PageReshape(key[2], key[0], key[1], np.concatenate(p)) for key, p in reshapes.items())
         return ReadPlan(tuple(map(self._finish, range(len(rows)), rows)), finished)
 
     def _finish(self, index: int, pieces: list[Rows]) -> SourceReads:
@@ -236,9 +234,7 @@ def _pages(group: LayerGroup, here: _PageIds, wanted: TokenRange) -> Iterator[_P
     used = here.at(np.arange(lo // size, -(-hi // size)), group.names[0])
     _refuse_repeats(used, "local", group.names[0])
     full_lo, full_hi = -(-lo // size), hi // size
-    jobs = [
-        (np.arange(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))
-    ]
+    jobs = [(np.arange(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))]
     jobs += [
         (np.array([page]), max(lo - page * size, 0), min(hi - page * size, size))
         for page in sorted({lo // size, (hi - 1) // size})
@@ -259,9 +255,7 @@ def _check_remote(group: LayerGroup, there: _PageIds, wanted: TokenRange) -> Non
     size = group.theirs.tokens
     lo, hi = tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
     if wanted.start < wanted.end:
-        _refuse_repeats(
-            there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0]
-        )
+        _refuse_repeats(there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0])
 
 
 def _refuse_repeats(ids: Ints, side: str, layer: str) -> None:
@@ -299,9 +293,7 @@ def _refuse_outside(ids: Ints, plane: PlaneBases, side: str, layer: str) -> None
 
 
 @lru_cache(maxsize=64)
-def _planner(
-    local: KVLayout, remote: tuple[tuple[RankId, KVLayout], ...], sources: tuple[Source, ...]
-) -> Planner:
+def _planner(local: KVLayout, remote: tuple[tuple[RankId, KVLayout], ...], sources: tuple[Source, ...]) -> Planner:
     return Planner(local, dict(remote), sources)
 
 

@@ -35,7 +35,8 @@ from kvrdma.topology import RankId, Source
 
 Words = npt.NDArray[np.uint64]
 
-_MAX_CLIPPED = 512
+_MAX_CACHED_ROWS = 1 << 20
+_MAX_WARM_PAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,26 @@ class LayerGroup:
     remote: Mapping[tuple[int, int], PlaneBases]
     cost: ReadCost
     _templates: dict[tuple[int, int, int], PageTemplate] = field(default_factory=dict)
+    _rows: int = 0
 
     def template(self, page: int, lo: int, hi: int) -> PageTemplate:
         """Rows for slots ``[lo, hi)`` of the ``page``-th page of the period; reshapes for full pages only."""
         key = (page, lo, hi)
         found = self._templates.get(key)
         if found is None:
-            if len(self._templates) >= _MAX_CLIPPED + len(self.map.pages):
+            found = self._build(page, lo, hi)
+            self._rows += sum(len(stream.length) for stream in found.streams)
+            if self._rows > _MAX_CACHED_ROWS:
                 self._templates.clear()
-            found = self._templates[key] = self._build(page, lo, hi)
+                self._rows = 0
+            self._templates[key] = found
         return found
+
+    def warm(self) -> None:
+        """Build the templates of full pages now, unless the period has too many of them."""
+        if len(self.map.pages) <= _MAX_WARM_PAGES:
+            for page in range(len(self.map.pages)):
+                self.template(page, 0, self.format.tokens)
 
     def _build(self, page: int, lo: int, hi: int) -> PageTemplate:
         runs = self.map.pages[page].clip(lo, hi)
@@ -189,14 +200,10 @@ def _claim(
         this = (PageSide(theirs.tokens, share.dcp_size, share.interleave), other.pages_per_block)
         if side is None:
             side, mine = this, _share(local, fmt)
-            ranks = token_map(
-                PageSide(fmt.tokens, mine.dcp_size, mine.interleave), mine.dcp_rank, this[0]
-            ).dcp_ranks
+            ranks = token_map(PageSide(fmt.tokens, mine.dcp_size, mine.interleave), mine.dcp_rank, this[0]).dcp_ranks
             missing = {(head, rank) for head in range(*layer.heads) for rank in ranks}
         if side != this:
-            raise IncompatibleError(
-                f"layer {layer.name}: remote ranks differ in block or dcp sizes: {side} and {this}"
-            )
+            raise IncompatibleError(f"layer {layer.name}: remote ranks differ in block or dcp sizes: {side} and {this}")
         heads = [h for h in range(*other.heads) if (h, share.dcp_rank) in missing]
         missing -= {(h, share.dcp_rank) for h in heads}
         for lo, hi in _intervals(heads):

@@ -101,9 +101,7 @@ def token_map(local: PageSide, dcp_rank: int, remote: PageSide) -> TokenMap:
     position = q // local.interleave * (local.dcp_size * local.interleave) + q % local.interleave
     position += dcp_rank * local.interleave
     owner = position // remote.interleave % remote.dcp_size
-    theirs = (
-        position // (remote.dcp_size * remote.interleave) * remote.interleave + position % remote.interleave
-    )
+    theirs = position // (remote.dcp_size * remote.interleave) * remote.interleave + position % remote.interleave
     starts = np.ones(len(q), bool)
     starts[1:] = (
         (owner[1:] != owner[:-1])

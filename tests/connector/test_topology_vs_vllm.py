@@ -40,9 +40,7 @@ def answer(topology: TransferTopology, method: str, *args: object) -> object:
         return AssertionError if isinstance(error, AssertionError) else KeyError
 
 
-def compare(
-    both: tuple[TransferTopology, TransferTopology], calls: Iterable[tuple[str, tuple[object, ...]]]
-) -> None:
+def compare(both: tuple[TransferTopology, TransferTopology], calls: Iterable[tuple[str, tuple[object, ...]]]) -> None:
     for method, args in calls:
         mine, other = (answer(topology, method, *args) for topology in both)
         assert mine == other, (method, args, both[0])

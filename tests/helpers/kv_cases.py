@@ -57,9 +57,7 @@ def _shape(rng: random.Random, heads: int, *, mla: bool, layers: tuple[str, ...]
     return EngineShape(parts if across else parts * dcp, heads, dcp, interleave, mla, across, stages)
 
 
-def _engine(
-    rng: random.Random, heads: int, formats: tuple[str, ...], layers: tuple[str, ...]
-) -> kv.EngineModel:
+def _engine(rng: random.Random, heads: int, formats: tuple[str, ...], layers: tuple[str, ...]) -> kv.EngineModel:
     block = rng.choice(BLOCKS)
     fmt = rng.choice(formats)
     page = block
@@ -76,9 +74,7 @@ def _ids(rng: random.Random, count: int, pool: int) -> tuple[int, ...]:
     return tuple(rng.sample(range(pool), count))
 
 
-def _group(
-    rng: random.Random, case_tokens: TokenRange, engines: tuple[kv.EngineModel, kv.EngineModel]
-) -> Group:
+def _group(rng: random.Random, case_tokens: TokenRange, engines: tuple[kv.EngineModel, kv.EngineModel]) -> Group:
     tokens, window = case_tokens, None
     if rng.random() < 0.3:
         window = rng.randrange(1, 80)

@@ -116,11 +116,7 @@ def _with_two(built: _Built, g: Geometry, poison: int, order: str) -> None:
     size = {"2": 2, "B": g.pages, "H": g.heads, "N": g.tokens, "C": g.elems // 2}
     for layer in g.layers:
         shape = [size[axis] for axis in order]
-        t = (
-            built.storage(int(np.prod(shape)) * np.dtype(g.dtype).itemsize, poison)
-            .view(g.dtype)
-            .reshape(shape)
-        )
+        t = built.storage(int(np.prod(shape)) * np.dtype(g.dtype).itemsize, poison).view(g.dtype).reshape(shape)
         view = t.transpose([order.index(axis) for axis in "2BHNC"])
         built.add(layer, t, k=view[0], v=view[1])
 
@@ -159,9 +155,7 @@ def _build(fmt: str, g: Geometry, poison: int, *, split: bool) -> _Built:
     return built
 
 
-def make_rank(
-    engine: EngineModel, rank: RankId, geometry: dict[str, Any], groups: dict[str, int]
-) -> RankCache:
+def make_rank(engine: EngineModel, rank: RankId, geometry: dict[str, Any], groups: dict[str, int]) -> RankCache:
     """Allocate one rank. ``geometry``: elems, dtype, layers, split, poison."""
     shape = engine.shape
     lo, hi = shape.heads(rank.rank)
@@ -251,9 +245,7 @@ def run_reshape(cache: RankCache, step: PageReshape) -> None:
         tensor = cache.tensors[layer]
         planes = tensor if isinstance(tensor, tuple) else (tensor,)
         for page in step.pages.tolist():
-            addr = (
-                planes[step.plane].swapaxes(0, _block_axis(cache, layer))[page].__array_interface__["data"][0]
-            )
+            addr = planes[step.plane].swapaxes(0, _block_axis(cache, layer))[page].__array_interface__["data"][0]
             for unit in range(step.reshape.count):
                 begin = addr + step.reshape.offset + unit * step.reshape.stride
                 piece = _bytes_at(cache, begin, step.reshape.nbytes)
@@ -275,7 +267,5 @@ def _bytes_at(cache: RankCache, addr: int, nbytes: int) -> Bytes:
 def differing(storages: Sequence[Bytes], expected: Sequence[Bytes]) -> list[tuple[int, int]]:
     """(storage, byte) of the first differing byte in each storage."""
     return [
-        (i, int(np.argmax(a != b)))
-        for i, (a, b) in enumerate(zip(storages, expected, strict=True))
-        if (a != b).any()
+        (i, int(np.argmax(a != b))) for i, (a, b) in enumerate(zip(storages, expected, strict=True)) if (a != b).any()
     ]

@@ -160,9 +160,7 @@ STATE = LayerSpec((0, 1), 1, 1, "state")
         (z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16), r"any of \['BHNC', 'BNHC'\]: say which"),
     ],
 )
-def test_unknown_is_refused_with_shape_strides_and_what_is_known(
-    tensor: object, spec: LayerSpec, why: str
-) -> None:
+def test_unknown_is_refused_with_shape_strides_and_what_is_known(tensor: object, spec: LayerSpec, why: str) -> None:
     with pytest.raises(LayoutError, match=why) as caught:
         read(tensor, spec)
     message = str(caught.value)
@@ -174,9 +172,7 @@ def test_unknown_is_refused_with_shape_strides_and_what_is_known(
 
 def test_dims_settle_a_doubt() -> None:
     spec = LayerSpec((0, 16), 16, 16)
-    names = [
-        only(read(z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16, dims=dims)))[0] for dims in ("BHNC", "BNHC")
-    ]
+    names = [only(read(z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16, dims=dims)))[0] for dims in ("BHNC", "BNHC")]
     assert names == ["HND", "NHD"]
     one = LayerSpec((0, 1), 1, 1)
     assert only(read(z(3, 1, 1, 12), one))[0] == "HND"

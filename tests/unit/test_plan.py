@@ -20,9 +20,7 @@ PAGE = 2 * 4 * 8
 """Bytes of a page of 2 heads, 4 tokens and 8 content bytes."""
 
 
-def layout(
-    base: int = 0, *, pages: int = 10, layers: int = 1, tokens: int = 4, split: bool = False
-) -> KVLayout:
+def layout(base: int = 0, *, pages: int = 10, layers: int = 1, tokens: int = 4, split: bool = False) -> KVLayout:
     """Head-major pages of 8-byte content; layers in one region, or each in its own right after the other."""
     page = 2 * tokens * 8
     part = Part("kv", 0, 0, tokens * 8, 8, 1, 8, 1)
@@ -30,9 +28,7 @@ def layout(
     sizes = [page * pages] * layers if split else [page * pages * layers]
     regions = tuple(Storage(base + i * page * pages, n) for i, n in enumerate(sizes))
     planes = [Plane(i if split else 0, 0 if split else i * page * pages, page, pages) for i in range(layers)]
-    made = KVLayout(
-        regions, (fmt,), tuple(Layer(f"l{i}", 0, 0, (0, 2), 2, 1, (p,)) for i, p in enumerate(planes))
-    )
+    made = KVLayout(regions, (fmt,), tuple(Layer(f"l{i}", 0, 0, (0, 2), 2, 1, (p,)) for i, p in enumerate(planes)))
     made.validate()
     return made
 
@@ -69,12 +65,8 @@ def test_contiguous_blocks_are_one_row_per_region_and_regions_stay_apart() -> No
     ids = list(range(10))
     for there in (layout(layers=3), layout(layers=3, split=True)):
         rows = plan(layout(1 << 20, layers=3, split=True), there, (ids, ids), (0, 40))
-        assert [(row[0], row[3]) for row in rows] == [
-            ((1 << 20) + i * 10 * PAGE, 10 * PAGE) for i in range(3)
-        ]
-    assert plan(layout(1 << 20, layers=3), layout(layers=3), (ids, ids), (0, 40)) == [
-        [1 << 20, 0, 0, 30 * PAGE]
-    ]
+        assert [(row[0], row[3]) for row in rows] == [((1 << 20) + i * 10 * PAGE, 10 * PAGE) for i in range(3)]
+    assert plan(layout(1 << 20, layers=3), layout(layers=3), (ids, ids), (0, 40)) == [[1 << 20, 0, 0, 30 * PAGE]]
 
 
 def test_partial_last_block_and_lookahead() -> None:
@@ -136,10 +128,7 @@ def test_empty_token_share_is_a_source_without_rows() -> None:
     """Two tokens with interleave 2 are all on dcp rank 0; rank 1 is still told."""
     remote = EngineShape(2, 2, 2, 2)
     sources = select_sources(EngineShape(1, 2), RankId(0, 0), remote)
-    there = {
-        s.rank: msgspec.structs.replace(layout(), dcp_rank=s.rank.rank, dcp_size=2, interleave=2)
-        for s in sources
-    }
+    there = {s.rank: msgspec.structs.replace(layout(), dcp_rank=s.rank.rank, dcp_size=2, interleave=2) for s in sources}
     made = plan_reads(layout(), there, sources, [BlockSpan([1])], [BlockSpan([4])], TokenRange(0, 2))
     assert [(s.source.rank.rank, s.nbytes) for s in made.sources] == [(0, 32), (1, 0)]
 
@@ -202,9 +191,7 @@ def test_state_moves_whole_blocks_whatever_the_tokens() -> None:
 def test_kernel_blocks_are_named_by_their_block_id() -> None:
     """Block ids of 8 tokens over pages of 4: id 3 is pages 6 and 7."""
     here = layout()
-    split = msgspec.structs.replace(
-        here, layers=(msgspec.structs.replace(here.layers[0], pages_per_block=2),)
-    )
+    split = msgspec.structs.replace(here, layers=(msgspec.structs.replace(here.layers[0], pages_per_block=2),))
     assert plan(split, layout(), ([3], [1, 5]), (0, 8)) == [
         [6 * PAGE, 0, PAGE, PAGE],
         [7 * PAGE, 0, 5 * PAGE, PAGE],

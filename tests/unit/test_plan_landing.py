@@ -39,9 +39,7 @@ def test_factorise_refuses_what_is_no_transpose() -> None:
         assert factorise(np.array(source)) is None
 
 
-def one_case(
-    local: kv.EngineModel, remote: kv.EngineModel, tokens: int, rank: int = 0, *, elems: int = 8
-) -> Case:
+def one_case(local: kv.EngineModel, remote: kv.EngineModel, tokens: int, rank: int = 0, *, elems: int = 8) -> Case:
     counts = [-(-tokens // (e.block * e.shape.dcp_size)) for e in (local, remote)]
     spans = [kv.Blocks(tuple(range(1, n + 1))) for n in counts]
     local, remote = (replace(e, blocks=n + 2) for e, n in zip((local, remote), counts, strict=True))

@@ -55,9 +55,7 @@ def prompt_case(prompt: int, block: int, cached: int, extra: int, *, order: int)
     """A consumer with a cached prefix whose blocks hold ``extra`` tokens more than the producer's prompt."""
     remote_block = 20 - block
     rng = random.Random(prompt * 1000 + cached + order)
-    engines = [
-        kv.EngineModel(EngineShape(1, 2), fmt, b, b, 64) for fmt, b in (("HND", block), ("NHD", remote_block))
-    ]
+    engines = [kv.EngineModel(EngineShape(1, 2), fmt, b, b, 64) for fmt, b in (("HND", block), ("NHD", remote_block))]
     counts = [-(-(prompt + extra) // block) + 1, -(-prompt // remote_block) + 2]
     ids = [tuple(rng.sample(range(64), n)) if order else tuple(range(n)) for n in counts]
     group = Group(TokenRange(min(cached, prompt), prompt), kv.Blocks(ids[0]), kv.Blocks(ids[1]))

@@ -8,9 +8,7 @@ from kvrdma.errors import KVRDMAError, TopologyError
 from kvrdma.topology import EngineTransferInfo, TransferTopology
 
 
-def topology(
-    rank: int = 0, tp: int = 1, *, heads: int = 8, mla: bool = False, dcp: int = 1
-) -> TransferTopology:
+def topology(rank: int = 0, tp: int = 1, *, heads: int = 8, mla: bool = False, dcp: int = 1) -> TransferTopology:
     return TransferTopology(rank, tp, 64, "local", mla, False, heads, [object], dcp_size=dcp)
 
 
@@ -25,9 +23,7 @@ def test_info_defaults() -> None:
         found.remote_tp_size = 3  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(
-    ("heads", "tp", "expected"), [(8, 1, 8), (8, 4, 2), (8, 16, 1), (2, 4, 1), (1, 1, 1)]
-)
+@pytest.mark.parametrize(("heads", "tp", "expected"), [(8, 1, 8), (8, 4, 2), (8, 16, 1), (2, 4, 1), (1, 1, 1)])
 def test_local_physical_heads(heads: int, tp: int, expected: int) -> None:
     assert topology(0, tp, heads=heads).local_physical_heads == expected
 
@@ -65,9 +61,7 @@ def test_own_id_is_refused() -> None:
     assert isinstance(caught.value, KVRDMAError)
 
 
-@pytest.mark.parametrize(
-    ("local", "remote", "ratio"), [(2, 4, -2), (4, 2, 2), (4, 4, 1), (1, 8, -8), (6, 2, 3)]
-)
+@pytest.mark.parametrize(("local", "remote", "ratio"), [(2, 4, -2), (4, 2, 2), (4, 4, 1), (1, 8, -8), (6, 2, 3)])
 def test_tp_ratio(local: int, remote: int, ratio: int) -> None:
     assert topology(0, local).tp_ratio(remote) == ratio
 

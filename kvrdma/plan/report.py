@@ -1,0 +1,148 @@
+"""What a person wants to know of a pair of engines: who reads what from whom, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvrdma.plan.landing import ReadCost
+from kvrdma.plan.planner import BlockSpan, PageReshape, Planner, TokenRange
+from kvrdma.plan.sketch import CacheSketch, sketch_layout
+from kvrdma.plan.tokens import Ints
+from kvrdma.reshape.spec import Reshape
+from kvrdma.topology import EngineShape, RankId, Source, select_sources
+
+_LOCAL_BASE = 1 << 44
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What a link and its transport can do.
+
+    Attributes:
+        gigabytes_per_s: 10**9 bytes per second of one rank.
+        row_ns: posting and completing one row, in nanoseconds.
+        reshape_gigabytes_per_s: 10**9 bytes per second reshaped in place.
+    """
+
+    gigabytes_per_s: float
+    row_ns: float = 600.0
+    reshape_gigabytes_per_s: float = 1000.0
+
+    def read_ms(self, rows: int, nbytes: int) -> float:
+        """Milliseconds for one rank to read: bytes and rows overlap, the slower of both counts."""
+        return max(nbytes / self.gigabytes_per_s, rows * self.row_ns) / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two engines and a request of consecutive blocks on both sides."""
+
+    consumer: EngineShape
+    producer: EngineShape
+    consumer_cache: CacheSketch
+    producer_cache: CacheSketch
+    tokens: TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What one consumer rank reads from one producer rank; ``rows_posted`` is after merging."""
+
+    source: Source
+    tokens: int
+    rows: int
+    rows_posted: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one consumer rank does. Reshapes are ordered by the bytes they move, largest first."""
+
+    rank: RankId
+    sources: tuple[SourceReport, ...]
+    reshapes: tuple[PageReshape, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows before merging: what fragmented blocks cost."""
+        return sum(source.rows for source in self.sources)
+
+    @property
+    def rows_posted(self) -> int:
+        """Rows after merging: what consecutive blocks cost."""
+        return sum(source.rows_posted for source in self.sources)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read."""
+        return sum(source.nbytes for source in self.sources)
+
+    def times_ms(self, link: Link) -> tuple[float, float]:
+        """Milliseconds with consecutive and with fragmented blocks, reshapes included."""
+        moved = sum(_moved(step.reshape, len(step.pages) * len(step.layers)) for step in self.reshapes)
+        after = moved / link.reshape_gigabytes_per_s / 1e6
+        best, worst = (link.read_ms(rows, self.nbytes) + after for rows in (self.rows_posted, self.rows))
+        return best, worst
+
+
+def _moved(reshape: Reshape, pages: int) -> int:
+    return reshape.nbytes * reshape.count * pages
+
+
+def report_pair(pair: Pair, cost: ReadCost | None = None) -> tuple[RankReport, ...]:
+    """Plan the request on every consumer rank.
+
+    Raises:
+        KVRDMAError: the pair cannot be served; the message says why.
+    """
+    return tuple(_report_rank(pair, rank, cost) for rank in pair.consumer.all_ranks())
+
+
+def _span(shape: EngineShape, cache: CacheSketch, end: int) -> BlockSpan:
+    return BlockSpan(np.arange(-(-end // (cache.block_size * shape.dcp_size))))
+
+
+def _report_rank(pair: Pair, rank: RankId, cost: ReadCost | None) -> RankReport:
+    sources = select_sources(pair.consumer, rank, pair.producer)
+    spans = [
+        _span(shape, cache, pair.tokens.end)
+        for shape, cache in ((pair.consumer, pair.consumer_cache), (pair.producer, pair.producer_cache))
+    ]
+    # One block more than the request has, so that layers that follow one another do not merge by accident.
+    caches = [
+        replace(cache, num_blocks=len(span.ids) + 1)
+        for cache, span in zip((pair.consumer_cache, pair.producer_cache), spans, strict=True)
+    ]
+    remote = {s.rank: sketch_layout(pair.producer, s.rank, caches[1]) for s in sources}
+    local = sketch_layout(pair.consumer, rank, caches[0], _LOCAL_BASE)
+    plan = Planner(local, remote, sources, cost).plan([spans[0]], [spans[1]], pair.tokens)
+    counts = token_counts(pair, rank)
+    reports = tuple(
+        SourceReport(
+            s.source,
+            counts.get(s.source.rank.rank % pair.producer.dcp_size, 0),
+            s.rows_before,
+            len(s.rows),
+            s.nbytes,
+        )
+        for s in plan.sources
+    )
+    steps = sorted(plan.reshapes, key=lambda s: -_moved(s.reshape, len(s.pages) * len(s.layers)))
+    return RankReport(rank, reports, tuple(steps))
+
+
+def token_counts(pair: Pair, rank: RankId) -> dict[int, int]:
+    """Tokens of the request that ``rank`` takes from each dcp rank of the producer."""
+    owner = owners(pair, rank, np.arange(pair.tokens.start, pair.tokens.end))
+    found, counts = np.unique(owner[owner >= 0], return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def owners(pair: Pair, rank: RankId, positions: Ints) -> Ints:
+    """Producer dcp rank of each position, or -1 where the consumer rank does not hold the position."""
+    mine, theirs = pair.consumer, pair.producer
+    held = positions // mine.interleave % mine.dcp_size == mine.dcp_rank(rank.rank)
+    return np.where(held, positions // theirs.interleave % theirs.dcp_size, -1)
