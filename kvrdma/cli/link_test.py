@@ -107,7 +107,7 @@ def connect(endpoint: str, **values: Any) -> None:  # noqa: ANN401
 
 
 @link_test.command(epilog=_EPILOG)
-@click.option("--bind", default="127.0.0.1:7471", show_default=True, metavar="HOST:PORT", help="Where to listen.")
+@click.option("--bind", default="127.0.0.1:7471", show_default=True, metavar="HOST:PORT", help="Where.")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Memory to be read.")
 @click.option("--insecure", is_flag=True, help="Listen beyond loopback without KVRDMA_SECRET.")
 def serve(bind: str, device: str, *, insecure: bool) -> None:

@@ -1,7 +1,7 @@
 """CURVE keys from a shared secret, and the check that a client holds it.
 
 Both key pairs follow from the secret by scrypt, so both sides can compute both public keys: a client talks
-only to a server that has the secret, and ``admit`` (ZMQ's authentication protocol) lets only such a client in.
+only to a server with the secret, and ``admit`` (ZMQ's authentication protocol) lets only such clients in.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from typing import Any, Protocol, TextIO
 import numpy as np
 
 from kvrdma.bench import patterns
-from kvrdma.bench.memcpy import memcpy_of
 from kvrdma.bench.patterns import POISON, Bytes, Case, Shape
 
 JSON = dict[str, Any]
@@ -49,32 +48,6 @@ class End(Protocol):
     def close(self) -> None:
         """Release everything."""
         ...
-
-
-class MemcpyEnd:
-    """The yardstick as a contender: a copy within the reader's own process."""
-
-    def open(self, pool: Bytes) -> bytes:
-        """Allocate a source of the pool's size."""
-        self._pool = pool
-        self._source = np.full(len(pool), 1, np.uint8)
-        return b""
-
-    def connect(self, meta: bytes, remote_pool_addr: int) -> None:
-        """Nothing to reach."""
-
-    def load(self, case: Case) -> None:
-        """Prepare the copy."""
-        self._copy = memcpy_of(case, self._source, self._pool)
-
-    def read(self) -> float:
-        """Copy; the caller is held all the time."""
-        start = time.perf_counter()
-        self._copy()
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 class Session:
