@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvrdma import reshape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -85,13 +85,7 @@ def run_case(case: ReshapeCase, pages: int, repeat: int) -> dict[str, object]:
         "block_size_ratio": case.ratio,
         "torch_threads": torch.get_num_threads(),
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for timed in range(repeat + 1):
-        for name, function in contenders.items():
-            if function is not None:
-                times[name].append(_seconds(function, cache, indices, case.ratio))
-                if timed == 0:
-                    times[name].clear()
+    times = _in_turns(contenders, (cache, indices, case.ratio), repeat)
     for name, function in contenders.items():
         extra = peak_nbytes(function, cache, indices, case.ratio) if function else None
         result[f"{name}_best_s"] = min(times[name], default=None)
@@ -102,6 +96,19 @@ def run_case(case: ReshapeCase, pages: int, repeat: int) -> dict[str, object]:
         result["ratio"] = round(min(times["vllm"]) / min(times["ours"]), 2)
         result["ratio_median"] = round(statistics.median(times["vllm"]) / statistics.median(times["ours"]), 2)
     return result
+
+
+def _in_turns(
+    contenders: Mapping[str, Receive | None], arguments: tuple[torch.Tensor, torch.Tensor, int], repeat: int
+) -> dict[str, list[float]]:
+    """Times each contender ``repeat`` times, one after another in every round, after a round that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for timed in range(repeat + 1):
+        for name, function in contenders.items():
+            took = _seconds(function, *arguments) if function else None
+            if took is not None and timed:
+                times[name].append(took)
+    return times
 
 
 def peak_nbytes(function: Receive, cache: torch.Tensor, indices: torch.Tensor, ratio: int) -> int:

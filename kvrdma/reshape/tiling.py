@@ -69,11 +69,7 @@ def plan_tiling(reshape: Reshape, alignment: int, shared_limit: int) -> tuple[Ti
     Raises:
         ReshapeError: a unit is 2 GiB or larger.
     """
-    if reshape.nbytes > MAX_UNIT_NBYTES:
-        raise ReshapeError(
-            f"a unit of shape {reshape.shape} x {reshape.itemsize} bytes has {reshape.nbytes} bytes and the "
-            f"kernel takes at most {MAX_UNIT_NBYTES}: give it as several units (count, stride)"
-        )
+    _require_size(reshape)
     movement = reshape.collapsed()
     fixed, inner = _split_fixed_axis(movement.shape, movement.axes)
     elements = math.prod(inner[0])
@@ -99,6 +95,14 @@ def plan_tiling(reshape: Reshape, alignment: int, shared_limit: int) -> tuple[Ti
         shared_nbytes=_round_up(together * elements * taken, ROW_NBYTES),
     )
     return tiling, table
+
+
+def _require_size(reshape: Reshape) -> None:
+    if reshape.nbytes > MAX_UNIT_NBYTES:
+        raise ReshapeError(
+            f"a unit of shape {reshape.shape} x {reshape.itemsize} bytes has {reshape.nbytes} bytes and the "
+            f"kernel takes at most {MAX_UNIT_NBYTES}: give it as several units (count, stride)"
+        )
 
 
 def _groups_together(groups: int, most: int) -> int:

@@ -165,6 +165,12 @@ def test_a_launch_too_large_for_the_grid_is_refused(library: ctypes.CDLL) -> Non
         reshaper.apply(Reshape((2, 2), (1, 0), 1), PagedMemory(0, 4, 1 << 31, 4, 0), Many(), stream=0)  # type: ignore[arg-type]
 
 
+def test_a_unit_of_two_gigabytes_is_refused(library: ctypes.CDLL) -> None:
+    reshaper = CudaReshaper(HostCupy(library), 0)  # type: ignore[arg-type]
+    with pytest.raises(ReshapeError, match=r"has 2147483648 bytes .* at most 2147483647.*several units"):
+        reshaper.apply(Reshape((2, 1 << 30), (1, 0), 1), PagedMemory(0, 1 << 31, 1, 1 << 31, 0), [0], stream=0)
+
+
 TRAPPED = """
 import ctypes, sys
 import numpy as np
