@@ -49,12 +49,12 @@ def check_bounds(rows: Rows, local: Sequence[Storage], remote: Sequence[Storage]
     """
     if not len(rows):
         return
-    length = rows[:, LENGTH]
-    region = rows[:, REGION]
+    length, region = rows[:, LENGTH], rows[:, REGION]
     if int(region.max()) >= len(remote):
         bad = int(np.argmax(region >= len(remote)))
         raise PlanError(f"row {bad} {tuple(rows[bad].tolist())}: the peer has only {len(remote)} regions")
-    nbytes = np.array([storage.nbytes for storage in remote], np.uint64)[region.astype(np.int64)]
+    sizes = np.array([storage.nbytes for storage in remote], np.uint64)
+    nbytes = sizes[region.astype(np.int64)] if len(remote) > 1 else sizes
     _refuse(rows, (rows[:, OFFSET] > nbytes) | (length > nbytes - rows[:, OFFSET]), "remote")
     starts = np.array(sorted(storage.addr for storage in local), np.uint64)
     sizes = np.array([storage.nbytes for storage in sorted(local, key=lambda s: s.addr)], np.uint64)

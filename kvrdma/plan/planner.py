@@ -172,7 +172,7 @@ class Planner:
         return ReadPlan(tuple(map(self._finish, range(len(rows)), rows)), finished)
 
     def _finish(self, index: int, pieces: list[Rows]) -> SourceReads:
-        rows = np.concatenate(pieces) if pieces else np.empty((0, 4), np.uint64)
+        rows = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty((0, 4), np.uint64), *pieces])
         joined = join_rows(rows, self._local_regions)
         check_bounds(joined, self._local_regions, self._remote_regions[index])
         return SourceReads(self.sources[index], joined, len(rows))
@@ -219,7 +219,13 @@ class _PageIds(NamedTuple):
 
 
 def _page_ids(span: BlockSpan, per_block: int, side: str) -> _PageIds:
-    ids = np.asarray(span.ids, dtype=np.int64).reshape(-1)
+    given = np.asarray(span.ids)
+    if span.first < 0 or given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise PlanError(
+            f"{side} block ids must be a flat list of integers with first >= 0, got shape {given.shape}, dtype "
+            f"{given.dtype}, first {span.first}"
+        )
+    ids = given.astype(np.int64)
     if per_block > 1:
         ids = (ids[:, None] * per_block + np.arange(per_block)).ravel()
     return _PageIds(ids, span.first * per_block, side)

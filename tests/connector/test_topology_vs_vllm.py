@@ -10,7 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from kvrdma.topology import EngineShape, EngineTransferInfo, RankId, TransferTopology, select_sources
+from kvrdma.topology import (
+    EngineShape,
+    EngineTransferInfo,
+    RankId,
+    TransferTopology,
+    consumers_of,
+    select_sources,
+)
 
 pytestmark = pytest.mark.needs("vllm")
 
@@ -104,3 +111,14 @@ def test_selection_agrees_under_dcp(theirs: ModuleType) -> None:
             local, remote = (EngineShape(n, 1, n, 16, is_mla=True) for n in (tp, remote_tp))
             got = select_sources(local, RankId(0, rank), remote)
             assert [s.rank.rank for s in got] == other.handshake_target_ranks(remote_tp, remote_tp)
+
+
+def test_consumers_are_as_many_as_vllm_counts(theirs: ModuleType) -> None:
+    """For every producer rank that is read at all; vLLM makes the others wait for a message too."""
+    for tp, remote_tp in itertools.product((1, 2, 4, 8), repeat=2):
+        for dcp, remote_dcp in itertools.product({1, tp}, {1, remote_tp}):
+            consumer = EngineShape(tp, 1, dcp, is_mla=True)
+            producer = EngineShape(remote_tp, 1, remote_dcp, is_mla=True)
+            _, other = pair(theirs, 0, tp, 1, dcp, mla=True)
+            counts = {len(consumers_of(producer, rank, consumer)) for rank in producer.all_ranks()} - {0}
+            assert counts == {other.dcp_consumer_count(remote_tp, remote_dcp)}, (consumer, producer)

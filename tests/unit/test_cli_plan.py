@@ -11,20 +11,8 @@ from click.testing import CliRunner, Result
 from kvrdma.cli.plan import plan_command
 
 EXAMPLE = [
-    "--p-tp",
-    "4",
-    "--d-tp",
-    "2",
-    "--kv-heads",
-    "8",
-    "--p-block",
-    "16",
-    "--d-block",
-    "64",
-    "--p-layout",
-    "HND",
-    "--d-layout",
-    "NHD",
+    *("--p-tp", "4", "--d-tp", "2", "--kv-heads", "8"),
+    *("--p-block", "16", "--d-block", "64", "--p-layout", "HND", "--d-layout", "NHD"),
 ]
 
 

@@ -151,6 +151,21 @@ def test_ids_that_do_not_fit(ids: tuple[list[int], list[int]], tokens: tuple[int
         plan(layout(layers=2), layout(layers=2), ids, tokens)
 
 
+@pytest.mark.parametrize(
+    ("span", "why"),
+    [
+        (BlockSpan([1.0]), "dtype float64"),  # type: ignore[list-item]
+        (BlockSpan([[1]]), r"shape \(1, 1\)"),  # type: ignore[list-item]
+        (BlockSpan([1], -1), "first -1"),
+    ],
+)
+def test_malformed_spans(span: BlockSpan, why: str) -> None:
+    planner = Planner(layout(), {RankId(0, 0): layout()}, ONE)
+    for spans in ((span, BlockSpan([1])), (BlockSpan([1]), span)):
+        with pytest.raises(PlanError, match=why):
+            planner.plan([spans[0]], [spans[1]], TokenRange(0, 1))
+
+
 def test_repeated_remote_block_outside_the_range_is_harmless() -> None:
     assert plan(layout(), layout(), ([1, 2], [0, 5, 0]), (4, 8)) == [[2 * PAGE, 0, 5 * PAGE, PAGE]]
 

@@ -142,6 +142,16 @@ def test_partial_pages_are_read_directly() -> None:
     assert prefix.plan.reshapes == ()
 
 
+@pytest.mark.parametrize("remote", [*kv.ATTENTION, *kv.PAIRS, "CPU"])
+@pytest.mark.parametrize("local", [*kv.ATTENTION, *kv.PAIRS, "CPU"])
+def test_every_pair_of_formats(local: str, remote: str) -> None:
+    """All bytes, read directly or reshaped, from half the heads a rank and from blocks of half and twice the size."""
+    for local_block, remote_block in ((8, 8), (8, 4), (4, 8)):
+        for cost in (DIRECT, RESHAPE):
+            engines = model(local, local_block, H2), model(remote, remote_block, EngineShape(2, 2))
+            run_case(replace(one_case(*engines, 19), cost=cost))
+
+
 def test_cost_decides() -> None:
     """32 rows against 1 row and a reshape of 512 bytes: worth it while 31 rows cost more than the bytes."""
     case = one_case(model("NHD", 16, H2), model("HND", 16, H2), 16)

@@ -45,6 +45,19 @@ def test_known_answers_replicated_heads() -> None:
     ]
 
 
+def test_gqa_under_dcp_holds_what_vllm_puts_there() -> None:
+    """vLLM allows dcp up to tp / heads: rank r holds head r * heads // tp and token share r % dcp."""
+    checked = 0
+    for heads, tp, dcp in itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 4, 8)):
+        if tp % heads == 0 and dcp <= tp // heads:
+            shape = EngineShape(tp, heads, dcp)
+            for rank in range(tp):
+                assert shape.heads(rank) == (rank * heads // tp, rank * heads // tp + 1)
+                assert shape.dcp_rank(rank) == rank % dcp
+                checked += 1
+    assert checked > 200
+
+
 def test_tp_ratios_that_do_not_divide() -> None:
     p, d = EngineShape(6, 12), EngineShape(4, 12)
     assert [[(s.rank.rank, s.heads) for s in select_sources(d, RankId(0, r), p)] for r in range(4)] == [
