@@ -29,6 +29,8 @@ class Consumer {
     void add(Asked asked);
     // Sends one message, if there is something to answer and room for it. Returns whether there is more to do now.
     bool work();
+    bool is_from(const std::string &address) const noexcept { return address == address_; }
+    uint64_t peer() const noexcept { return peer_; }
     void fail() noexcept { failed_ = true; }
     bool failed() const noexcept { return failed_; }
     bool closing() const noexcept { return closing_; }

@@ -28,7 +28,8 @@ Failure Endpoint::failure_of(ucs_status_t status, const std::string &what) const
     return {refused ? "NotOneSidedError" : kind_of(status), with_status(what, status), status};
 }
 
-void Endpoint::connect() {
+void Endpoint::connect(uint64_t oldest_peer) {
+    hello_.oldest = oldest_peer;
     try {
         create();
         examine_lanes();
@@ -88,7 +89,8 @@ void Endpoint::send_hello() {
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
     param.cb.send = &Endpoint::on_hello_sent;
     param.user_data = this;
-    param.flags = UCP_AM_SEND_FLAG_EAGER;
+    // REPLY makes UCX connect both ways, so that the peer's endpoint to us is the other end of this one.
+    param.flags = UCP_AM_SEND_FLAG_REPLY | UCP_AM_SEND_FLAG_EAGER;
     const ucs_status_ptr_t sent =
         ucp_am_send_nbx(ep_, kAskHello, &hello_, sizeof hello_, ours.data(), ours.size(), &param);
     if (UCS_PTR_IS_ERR(sent))
@@ -215,6 +217,8 @@ void Endpoint::close(Failure why, bool lost) {
         closed_ = true;
         return;
     }
+    if (!failing_ && session_)
+        say_goodbye();
     ucp_request_param_t param = {};
     param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
     param.cb.send = &Endpoint::on_closed;
@@ -222,6 +226,20 @@ void Endpoint::close(Failure why, bool lost) {
     param.flags = UCP_EP_CLOSE_FLAG_FORCE;
     const ucs_status_ptr_t closing = ucp_ep_close_nbx(std::exchange(ep_, nullptr), &param);
     closed_ = !UCS_PTR_IS_PTR(closing);
+}
+
+// As far as the socket takes it now: the forced close that follows cancels what is left.
+void Endpoint::say_goodbye() {
+    goodbye_.session = session_;
+    ucp_request_param_t param = {};
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_AM_SEND_FLAG_EAGER;
+    param.user_data = this;
+    param.cb.send = [](void *request, ucs_status_t, void *self) {
+        --static_cast<Endpoint *>(self)->outstanding_;
+        ucp_request_free(request);
+    };
+    outstanding_ += UCS_PTR_IS_PTR(ucp_am_send_nbx(ep_, kGoodbye, &goodbye_, sizeof goodbye_, nullptr, 0, &param));
 }
 
 void Endpoint::on_closed(void *request, ucs_status_t, void *self) {

@@ -82,7 +82,7 @@ class Endpoint {
     Endpoint(const Endpoint &) = delete;
     Endpoint &operator=(const Endpoint &) = delete;
 
-    void connect();
+    void connect(uint64_t oldest_peer);
     void on_hello(const Hello &answer);
     void on_data(const Data &header, const uint8_t *bytes, size_t nbytes); // in a UCX callback
 
@@ -93,6 +93,7 @@ class Endpoint {
     void fail(Failure why); // from UCX callbacks: the worker closes the endpoint afterwards
     void close_failed() { close(std::move(failure_), true); }
     void close(Failure why, bool lost);
+    bool closing() const noexcept { return closing_; }
     bool finished() const noexcept { return closed_ && outstanding_ == 0; }
     void report(); // once finished: the end of every read, then of the peer
 
@@ -117,6 +118,7 @@ class Endpoint {
     void create();
     void examine_lanes();
     void send_hello();
+    void say_goodbye();
     void unpack_keys();
     void probe();
     void probe_arrived(ucs_status_t status);
@@ -166,6 +168,7 @@ class Endpoint {
     OwnMemory scratch_;                      // where cookies arrive
     std::vector<uint32_t> free_chunks_;
     Hello hello_;
+    Goodbye goodbye_;
     uint64_t session_ = 0; // the peer's id of this connection
 
 

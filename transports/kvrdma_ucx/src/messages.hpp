@@ -22,7 +22,7 @@ inline uint32_t checksum_of(const char *bytes, size_t nbytes) noexcept {
     return sum;
 }
 
-enum MessageId : unsigned { kAskHello = 1, kAnswerHello = 2, kAskRead = 3, kData = 4 };
+enum MessageId : unsigned { kAskHello = 1, kAnswerHello = 2, kAskRead = 3, kData = 4, kGoodbye = 5 };
 
 constexpr uint32_t kMagic = 0x4352564b, kProtocol = 1;
 
@@ -30,6 +30,7 @@ constexpr uint32_t kMagic = 0x4352564b, kProtocol = 1;
 struct Hello {
     uint32_t magic = kMagic, protocol = kProtocol;
     uint64_t peer = 0;    // the reader's id of this connection
+    uint64_t oldest = 0;  // and of its oldest: sessions of earlier ones are over, even if no goodbye came through
     uint64_t session = 0; // the serving side's, in the answer
     Cookie instance = {}; // of the serving transport: which one is meant, and which one answers
     uint32_t checksum = 0, address_nbytes = 0;
@@ -48,6 +49,12 @@ struct WireRegion {
 struct WirePiece {
     uint32_t region, nbytes; // index of a WireRegion of the same message
     uint64_t offset;
+};
+
+// A reader that disconnects says so: UCX keeps the socket of a closed endpoint open while the other end has one.
+struct Goodbye {
+    uint32_t magic = kMagic, reserved = 0;
+    uint64_t session = 0;
 };
 
 enum class Served : uint32_t { kBytes = 0, kStale = 1, kOutOfBounds = 2, kCopyFailed = 3 };

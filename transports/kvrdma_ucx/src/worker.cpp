@@ -18,7 +18,8 @@ constexpr uint32_t kQuantum = 16;     // pieces one peer may post before the nex
 constexpr int kEmptyRounds = 16;      // rounds without any event before the thread sleeps, some 10 us
 constexpr int kRoundsPerStep = 64;    // events handled before new commands and pieces get their turn
 constexpr int64_t kStopNs = 3'500'000'000;
-constexpr int kKeepBusyMs = 100;
+constexpr int kClosingMs = 1;
+constexpr int64_t kClosingNs = 100'000'000; // how long after a close the thread looks after it
 
 int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -156,7 +157,8 @@ void Worker::execute(ConnectCommand &command) {
     try {
         auto endpoint = std::make_unique<Endpoint>(shared_, std::move(command.peer), std::move(command.spec),
                                                    command.connecting);
-        endpoints_.emplace(id, std::move(endpoint)).first->second->connect();
+        Endpoint &added = *endpoints_.emplace(id, std::move(endpoint)).first->second;
+        added.connect(endpoints_.begin()->first);
     } catch (const StatusError &error) {
         command.connecting->end({error.kind(), error.what(), error.code()});
     }
@@ -205,6 +207,9 @@ bool Worker::work() {
 
 void Worker::greet() {
     for (Greeting &greeting : std::exchange(greetings_, {})) {
+        for (auto &[id, consumer] : consumers_)
+            if (consumer->is_from(greeting.address) && consumer->peer() < greeting.hello.oldest)
+                consumer->fail();
         const uint64_t session = random_session();
         auto &consumer = consumers_[session] =
             std::make_unique<Consumer>(shared_.regions, session, greeting.hello, std::move(greeting.address));
@@ -216,14 +221,21 @@ void Worker::greet() {
 }
 
 void Worker::close_failed() {
+    bool closing = !shared_.failed.empty() || stopping_;
     for (auto it = consumers_.begin(); it != consumers_.end();) {
         Consumer &consumer = *it->second;
         if (consumer.failed() && !consumer.closing())
             consumer.close();
+        closing |= consumer.closing();
         it = consumer.finished() ? consumers_.erase(it) : std::next(it);
     }
     for (Endpoint *endpoint : std::exchange(shared_.failed, {}))
         endpoint->close_failed();
+    for (const auto &[id, endpoint] : endpoints_)
+        closing |= endpoint->closing();
+    // UCX closes by callbacks that do not wake anybody: they need progress for a while.
+    if (closing)
+        closing_until_ns_ = now_ns() + kClosingNs;
 }
 
 void Worker::retire_finished() {
@@ -252,7 +264,7 @@ void Worker::sleep() {
             return;
         }
     epoll_event events[4];
-    (void)epoll_wait(poll_fd_, events, 4, stopping_ ? kKeepBusyMs : -1);
+    (void)epoll_wait(poll_fd_, events, 4, now_ns() < closing_until_ns_ ? kClosingMs : -1);
     asleep_ = false;
     uint64_t count = 0;
     [[maybe_unused]] const ssize_t got = ::read(command_fd_, &count, sizeof count);

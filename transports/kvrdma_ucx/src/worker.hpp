@@ -53,6 +53,7 @@ class Worker {
     void ask_hello(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
     void answer_hello(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
     void ask_read(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
+    void goodbye(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
     void data(const void *header, size_t header_nbytes, const char *data, size_t nbytes);
 
   private:
@@ -95,7 +96,7 @@ class Worker {
     std::vector<Greeting> greetings_;
     std::vector<Hello> answers_;
     bool stopping_ = false;
-    int64_t stop_deadline_ns_ = 0;
+    int64_t stop_deadline_ns_ = 0, closing_until_ns_ = 0;
 
     std::thread thread_;
 };

@@ -40,6 +40,7 @@ void Worker::listen() {
     };
     receive(server_, kAskHello, &receiver<&Worker::ask_hello>);
     receive(server_, kAskRead, &receiver<&Worker::ask_read>);
+    receive(server_, kGoodbye, &receiver<&Worker::goodbye>);
     receive(reader_, kAnswerHello, &receiver<&Worker::answer_hello>);
     receive(reader_, kData, &receiver<&Worker::data>);
 }
@@ -77,6 +78,14 @@ void Worker::ask_read(const void *header, size_t header_nbytes, const char *data
         if (piece.region >= ask.regions || piece.nbytes == 0 || piece.nbytes > kDataBytes)
             return found->second->fail();
     found->second->add(std::move(asked));
+}
+
+void Worker::goodbye(const void *header, size_t header_nbytes, const char *, size_t) {
+    Goodbye message;
+    if (!read_header(message, header, header_nbytes))
+        return;
+    if (const auto found = consumers_.find(message.session); found != consumers_.end())
+        found->second->fail();
 }
 
 void Worker::data(const void *header, size_t header_nbytes, const char *data, size_t nbytes) {
