@@ -24,7 +24,33 @@ class Config:
     control_timeout_s: float = 5.0
     """How long a peer may take to answer a control message."""
     read_timeout_s: float = 60.0
-    """How long one read may take."""
+    """How long one read of a link test may take."""
+    bind: str = "127.0.0.1:0"
+    """Where an engine's side channel and mailbox listen, ``HOST:PORT``; port 0 picks a free one."""
+    advertise: str | None = None
+    """The host that peers are told; None: the host of ``bind``."""
+    insecure: bool = False
+    """Listen beyond loopback without a secret."""
+    allow_peers: tuple[str, ...] = ()
+    """Hosts and networks (CIDR) that may be pulled from; empty: all. References pass through clients."""
+    transports: tuple[str, ...] = ()
+    """Transports to use, best first; empty: all that work here, chosen per peer."""
+    require_one_sided: bool = False
+    """Refuse peers whose CPU would have to serve the reads."""
+    pull_timeout_s: float = 60.0
+    """From ``pull`` to its end, retries included."""
+    lease_s: float = 30.0
+    """How long the producer holds blocks without hearing from a consumer."""
+    fence_slots: int = 4096
+    """Leases at the same time."""
+    breaker_threshold: int = 3
+    """Consecutive failures of a peer after which pulls from it fail at once."""
+    breaker_cooldown_s: float = 10.0
+    """For how long."""
+    peer_idle_s: float = 3600.0
+    """How long the connection to a peer is kept without use."""
+    verify: str = "none"
+    """``digest``: compare every row with a checksum made by the producer. For debugging links: it is slow."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
@@ -48,8 +74,7 @@ class Config:
 def _secret(text: str) -> str:
     if len(text) < SECRET_MIN_CHARS:
         raise ValueError(
-            f"has {len(text)} characters: need at least {SECRET_MIN_CHARS}; "
-            "make one with `openssl rand -hex 32`"
+            f"has {len(text)} characters: need at least {SECRET_MIN_CHARS}; make one with `openssl rand -hex 32`"
         )
     return text
 
@@ -64,9 +89,44 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in {"0", "1", "false", "true"}:
+        raise ValueError(f"{text!r} is not 0, 1, false or true")
+    return text.lower() in {"1", "true"}
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
+        raise ValueError(f"{text!r} is not a whole number between 1 and {1 << 20}")
+    return int(text)
+
+
+def _verify(text: str) -> str:
+    if text not in {"none", "digest"}:
+        raise ValueError(f"{text!r} is not none or digest")
+    return text
+
+
 VARIABLES: Mapping[str, tuple[str, Callable[[str], object]]] = {
     "KVRDMA_SECRET": ("secret", _secret),
     "KVRDMA_CONTROL_TIMEOUT_S": ("control_timeout_s", _seconds),
     "KVRDMA_READ_TIMEOUT_S": ("read_timeout_s", _seconds),
+    "KVRDMA_BIND": ("bind", str),
+    "KVRDMA_ADVERTISE": ("advertise", str),
+    "KVRDMA_INSECURE": ("insecure", _flag),
+    "KVRDMA_ALLOW_PEERS": ("allow_peers", _words),
+    "KVRDMA_TRANSPORTS": ("transports", _words),
+    "KVRDMA_REQUIRE_ONE_SIDED": ("require_one_sided", _flag),
+    "KVRDMA_PULL_TIMEOUT_S": ("pull_timeout_s", _seconds),
+    "KVRDMA_LEASE_S": ("lease_s", _seconds),
+    "KVRDMA_FENCE_SLOTS": ("fence_slots", _count),
+    "KVRDMA_BREAKER_THRESHOLD": ("breaker_threshold", _count),
+    "KVRDMA_BREAKER_COOLDOWN_S": ("breaker_cooldown_s", _seconds),
+    "KVRDMA_PEER_IDLE_S": ("peer_idle_s", _seconds),
+    "KVRDMA_VERIFY": ("verify", _verify),
 }
 """Environment variable: (field of ``Config``, how its text is read)."""

@@ -51,17 +51,21 @@ def judge(word: int, key: LeaseKey) -> Verdict:
 
 
 class FenceTable:
-    """The words. One writer at a time; peers read them at any time."""
+    """The words. One writer at a time; peers read them at any time.
 
-    def __init__(self, slots: int) -> None:
-        """Make a table of ``slots`` words, none of them live.
+    Behind them lie spare words, registered with them, where this process lands the words it reads from peers.
+    """
+
+    def __init__(self, slots: int, spare: int = 0) -> None:
+        """Make a table of ``slots`` words, none of them live, and ``spare`` others.
 
         Raises:
             ConfigError: fewer than 1 or more than 2**20 slots.
         """
         if not 1 <= slots <= 1 << 20:
             raise ConfigError(f"fence slots={slots}: use 1 to {1 << 20}")
-        self._words = np.zeros(slots, np.uint64)
+        self._slots = slots
+        self._words = np.zeros(slots + spare, np.uint64)
         self._free = deque(range(slots))
         self._generation = time.time_ns() // 1000
 
@@ -72,11 +76,11 @@ class FenceTable:
 
     @property
     def nbytes(self) -> int:
-        """Size of the table."""
+        """Size of the table, spare words included."""
         return self._words.nbytes
 
     def __len__(self) -> int:
-        return len(self._words)
+        return self._slots
 
     def allocate(self) -> LeaseKey:
         """Take a free slot and a generation that no lease had before; its word is not live yet.
@@ -86,8 +90,7 @@ class FenceTable:
         """
         if not self._free:
             raise LeaseError(
-                f"all {len(self)} leases are taken: consumers do not finish, or the setting fence_slots is too "
-                "small"
+                f"all {len(self)} leases are taken: consumers do not finish, or the setting fence_slots is too small"
             )
         self._generation += 1
         return LeaseKey(self._free.popleft(), self._generation)
@@ -105,7 +108,7 @@ class FenceTable:
         self._free.append(key.slot)
 
     def word(self, slot: int) -> int:
-        """Read a word, as a consumer would."""
+        """Read a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
         return int(self._words[slot])
 
 
@@ -127,9 +130,7 @@ class _Lease:
     done: set[tuple[str, int]] = field(default_factory=set)
 
     def is_done(self) -> bool:
-        finished = (
-            all((engine, rank) in self.done for rank in ranks) for engine, ranks in self.readers.items()
-        )
+        finished = (all((engine, rank) in self.done for rank in ranks) for engine, ranks in self.readers.items())
         return sum(finished) >= self.consumers
 
 
@@ -164,9 +165,7 @@ class LeaseBook:
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._keys
 
-    def publish(
-        self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None
-    ) -> LeaseKey:
+    def publish(self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None) -> LeaseKey:
         """Open a lease for ``request_id`` and make its word live.
 
         Args:
@@ -186,9 +185,7 @@ class LeaseBook:
             key = self._table.allocate()
             self._own.add(key)
         elif not 0 <= key.slot < len(self._table) or any(key.slot == other.slot for other in self._leases):
-            raise LeaseError(
-                f"request {request_id!r}: slot {key.slot} of {len(self._table)} is taken or absent"
-            )
+            raise LeaseError(f"request {request_id!r}: slot {key.slot} of {len(self._table)} is taken or absent")
         elif self._table.word(key.slot) >> 1 >= key.generation:
             raise LeaseError(f"request {request_id!r}: lease {key} has ended already")
         self._table.make_live(key)

@@ -27,6 +27,7 @@ class _Ours(msgspec.Struct, frozen=True):
     engine_generation: Number
     slot: Small
     lease_generation: Number
+    lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
     first_blocks: Annotated[tuple[Small, ...], msgspec.Meta(max_length=256)] = ()
 
 
@@ -60,6 +61,8 @@ class PullReference(msgspec.Struct, frozen=True):
     """Per KV group: which block of the sequence the first id is."""
     request_id: str
     """The producer's name for it; for people."""
+    lease_s: float = 30.0
+    """How long the producer waits for a heartbeat."""
     tp_size: int = 1
     dcp_size: int = 1
     pp_size: int = 1
@@ -87,6 +90,7 @@ class PullReference(msgspec.Struct, frozen=True):
                 "engine_generation": self.engine_generation,
                 "slot": self.lease.slot,
                 "lease_generation": self.lease.generation,
+                "lease_s": self.lease_s,
                 "first_blocks": list(self.first_blocks),
             },
         }
@@ -117,6 +121,7 @@ class PullReference(msgspec.Struct, frozen=True):
             blocks=read.remote_block_ids,
             first_blocks=first,
             request_id=read.remote_request_id,
+            lease_s=read.kvrdma.lease_s,
             tp_size=read.tp_size,
             dcp_size=read.dcp_size,
             pp_size=read.pp_size,

@@ -23,6 +23,8 @@ LAYERS = [
         "reshape",
         "lease",
         "handshake",
+        "mailbox",
+        "reference",
         "inflight",
         "sidechannel",
         "breaker",

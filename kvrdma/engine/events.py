@@ -1,0 +1,77 @@
+"""What ``Engine.poll`` returns, and what an engine counts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvrdma.errors import KVRDMAError
+from kvrdma.lease import End, Ended
+
+
+@dataclass(frozen=True, slots=True)
+class PullDone:
+    """Every byte of the request is in place, and was the request's own when it was read."""
+
+    request_id: Hashable
+    nbytes: int
+    rows: int
+    rows_posted: int
+    elapsed_s: float
+    """From ``pull`` to here."""
+    read_s: float
+    """From the first post to the last word of the fence."""
+    attempts: int
+    via: tuple[str, ...]
+    """Transport and mechanism per source rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullFailed:
+    """The pull ended without its bytes. Unless ``quarantined``, nothing will be written any more."""
+
+    request_id: Hashable
+    reason: KVRDMAError
+    attempts: int
+    quarantined: bool = False
+    """A transport has not answered: the blocks must not be reused before ``PullReleased``."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullReleased:
+    """The transport has given up on a quarantined pull: its blocks may be reused."""
+
+    request_id: Hashable
+
+
+Event: TypeAlias = PullDone | PullFailed | PullReleased | Ended
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts since the engine was opened, of this rank; times in seconds, sizes in bytes."""
+
+    pulls_started: int = 0
+    pulls_done: int = 0
+    pulls_failed: int = 0
+    pulls_retried: int = 0
+    pulled_bytes: int = 0
+    rows_posted: int = 0
+    fence_rejections: int = 0
+    handshakes: int = 0
+    handshakes_failed: int = 0
+    peers_lost: int = 0
+    quarantined: int = 0
+    published: int = 0
+    publications_done: int = 0
+    publications_expired: int = 0
+    publications_withdrawn: int = 0
+
+    def count_end(self, how: End) -> None:
+        """Count a publication that ended."""
+        name = {End.DONE: "done", End.EXPIRED: "expired", End.WITHDRAWN: "withdrawn"}[how]
+        setattr(self, f"publications_{name}", getattr(self, f"publications_{name}") + 1)
+
+
+__all__ = ["End", "Ended", "Event", "PullDone", "PullFailed", "PullReleased", "Stats"]

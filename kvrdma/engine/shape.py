@@ -1,0 +1,55 @@
+"""Runs the reshapes of a finished plan on the caches of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvrdma.layout import KVLayout
+from kvrdma.plan import ReadPlan
+from kvrdma.reshape import PagedMemory, apply_at
+
+
+class Shaper:
+    """Knows where the pages of every layer lie."""
+
+    def __init__(self, layout: KVLayout, caches: Mapping[str, Any]) -> None:
+        """Prepare for the caches that ``layout`` was made from."""
+        self._memory: dict[tuple[str, int], PagedMemory] = {}
+        for layer in layout.layers:
+            planes = caches[layer.name]
+            for number, plane in enumerate(layer.planes):
+                tensor = planes[number] if isinstance(planes, tuple | list) else planes
+                self._memory[layer.name, number] = PagedMemory(
+                    addr=layout.regions[plane.region].addr + plane.offset,
+                    page_stride=plane.page_stride,
+                    num_pages=plane.num_pages,
+                    page_nbytes=layout.format_of(layer).plane_extent(number),
+                    device=_cuda_index(tensor),
+                )
+
+    def finish(self, plan: ReadPlan) -> None:
+        """Transpose every page that arrived in wire order; done on return, also on a GPU."""
+        devices = set()
+        for each in plan.reshapes:
+            for name in each.layers:
+                memory = self._memory[name, each.plane]
+                apply_at(each.reshape, memory, each.pages)
+                devices.add(memory.device)
+        for device in devices - {None}:
+            _synchronize(device)
+
+
+def _cuda_index(tensor: Any) -> int | None:  # noqa: ANN401 - torch, NumPy or CuPy
+    device = getattr(tensor, "device", None)
+    if getattr(device, "type", "cpu") == "cpu" and not hasattr(device, "id"):
+        return None
+    index = getattr(device, "index", None)
+    return int(index if index is not None else getattr(device, "id", 0))
+
+
+def _synchronize(device: int | None) -> None:
+    import cupy
+
+    with cupy.cuda.Device(device):
+        cupy.cuda.Stream.null.synchronize()
