@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -62,7 +62,7 @@ class LayerSpec:
 class Part(msgspec.Struct, frozen=True):
     """Places one part of the content inside a page; strides and offset in bytes.
 
-    ``plane`` says which of the layer's tensors holds it: 1 for the values of a (keys, values) pair.
+    ``plane`` is 1 for values apart from the keys: of a (keys, values) pair, or behind a leading axis of 2.
     """
 
     name: str
@@ -173,8 +173,10 @@ def recognise(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> Rec
         LayoutError: names layer, shape, strides and the formats that are known.
     """
     view = tensors[0]
-    if len(tensors) == 2 and (spec.kind != "attention" or _geometry(view) != _geometry(tensors[1])):
-        raise _unknown(layer, view, f"values differ from it: {_geometry(tensors[1])} or kind {spec.kind!r}")
+    if len(tensors) > 1 and (spec.kind != "attention" or _geometry(view) != _geometry(tensors[-1])):
+        raise _unknown(layer, view, f"values differ from it: {_geometry(tensors[-1])} or kind {spec.kind!r}")
+    if len(tensors) > 2:
+        raise _unknown(layer, view, f"it is one of {len(tensors)} tensors")
     if not view.shape or 0 in view.shape:
         raise _unknown(layer, view, "it is empty")
     if spec.kind == "state":
@@ -185,8 +187,10 @@ def recognise(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> Rec
     _check_strides(layer, view, dims)
     if stride["C"] != view.itemsize:
         raise _unknown(layer, view, f"its content axis steps {stride['C']} bytes, not one {view.itemsize}-byte element")
-    parts = _cpu_parts(layer, view, dims) if spec.kind == "cpu" else _parts(tensors, spec, size, stride)
     name = _format_name(spec, size, stride, pair=len(tensors) == 2)
+    if stride.get("2", -1) >= stride["B"]:  # blocks lie inside the axis of 2: two planes in one storage
+        tensors = (view, replace(view, addr=view.addr + stride["2"]))
+    parts = _cpu_parts(layer, view, dims) if spec.kind == "cpu" else _parts(tensors, spec, size, stride)
     dtype = spec.dtype or view.dtype
     fmt = PageFormat(name, spec.kind, dtype, size.get("H", 1), size["N"], parts)
     return Recognised(fmt, tuple(tensors), (stride["B"],) * len(tensors), size["B"])

@@ -81,7 +81,7 @@ class PageReshape:
     Attributes:
         reshape: the transpose of each page.
         layers: names of the layers.
-        plane: which tensor of the layers: 1 for the values of a (keys, values) pair.
+        plane: 1 for values apart from the keys: of a (keys, values) pair, or behind a leading axis of 2.
         pages: int64 indices along the tensor's block axis.
     """
 
@@ -113,7 +113,12 @@ class _Pages(NamedTuple):
 
 
 class Planner:
-    """Plans any number of requests for one local rank against one remote engine."""
+    """Plans any number of requests for one local rank against one remote engine.
+
+    Safe to call from one thread at a time: templates of partial pages are cached, within a fixed budget of rows.
+    Layers with different numbers of kv heads (a GQA draft beside MLA) need the sources of each: pass the union of
+    ``select_sources`` over their shapes, and each layer takes every head from the first source that holds it.
+    """
 
     def __init__(
         self,

@@ -243,17 +243,14 @@ def run_reshape(cache: RankCache, step: PageReshape) -> None:
     axes = (*step.reshape.axes, len(step.reshape.shape))
     for layer in step.layers:
         tensor = cache.tensors[layer]
-        planes = tensor if isinstance(tensor, tuple) else (tensor,)
+        apart = isinstance(tensor, tuple) or cache.engine.format.startswith("2B")
+        pages = tensor[step.plane] if apart else tensor
         for page in step.pages.tolist():
-            addr = planes[step.plane].swapaxes(0, _block_axis(cache, layer))[page].__array_interface__["data"][0]
+            addr = pages[page].__array_interface__["data"][0]
             for unit in range(step.reshape.count):
                 begin = addr + step.reshape.offset + unit * step.reshape.stride
                 piece = _bytes_at(cache, begin, step.reshape.nbytes)
                 piece[:] = piece.reshape(shape).transpose(axes).ravel()
-
-
-def _block_axis(cache: RankCache, layer: str) -> int:
-    return 1 if cache.engine.format.startswith("2B") else 0
 
 
 def _bytes_at(cache: RankCache, addr: int, nbytes: int) -> Bytes:

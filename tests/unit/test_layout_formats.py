@@ -61,10 +61,16 @@ def test_block_outermost_strides_share_one_region() -> None:
 
 
 def test_leading_two_and_second_two() -> None:
-    for shape, step in (((2, 7, 16, 4, 6), 5376), ((7, 2, 16, 4, 6), 768)):
-        name, (keys, values) = only(read(np.zeros(shape, np.uint16)))
-        assert name == "NHD (2)"
-        assert (keys.offset, values.offset, keys.token_stride, keys.head_stride) == (0, step, 48, 12)
+    inner, outer = (read(np.zeros(shape, np.uint16)) for shape in ((7, 2, 16, 4, 6), (2, 7, 16, 4, 6)))
+    name, (keys, values) = only(inner)
+    assert name == "NHD (2)"
+    assert (keys.offset, values.offset, keys.token_stride, keys.head_stride) == (0, 768, 48, 12)
+    assert [plane.page_stride for plane in inner.layers[0].planes] == [1536]
+    name, (keys, values) = only(outer)
+    assert name == "NHD (2)"
+    assert (keys.plane, keys.offset, values.plane, values.offset) == (0, 0, 1, 0)
+    assert len(outer.regions) == 1
+    assert [(p.region, p.offset, p.page_stride) for p in outer.layers[0].planes] == [(0, 0, 768), (0, 5376, 768)]
 
 
 def test_separate_keys_and_values_are_two_regions() -> None:
@@ -156,6 +162,7 @@ STATE = LayerSpec((0, 1), 1, 1, "state")
         (z(0, 4, 16, 12), ATTENTION, "empty"),
         ((z(3, 4, 16, 6), z(3, 4, 16, 8)), ATTENTION, "values differ"),
         ((z(3, 16, 1), z(3, 16, 1)), MLA, "values differ"),
+        ((z(3, 4, 16, 6),) * 3, ATTENTION, "one of 3 tensors"),
         (z(2, 2, 16, 4, 6), ATTENTION, r"any of \['2BNHC', 'B2NHC'\]: say which"),
         (z(3, 16, 16, 12), LayerSpec((0, 16), 16, 16), r"any of \['BHNC', 'BNHC'\]: say which"),
     ],

@@ -334,6 +334,20 @@ def test_blocks_that_never_line_up_are_refused() -> None:
         Planner(sizes[0], {RankId(0, 0): sizes[1]}, ONE)
 
 
+def test_layers_with_different_heads_take_each_head_once() -> None:
+    """An MLA layer of 4 tokens x 8 bytes and a draft layer of 4 heads: two ranks hold the latent and 2 heads each."""
+    mla = LayerSpec((0, 1), 1, 4, "mla")
+
+    def rank(lo: int, hi: int) -> KVLayout:
+        tensors = {"a": np.zeros((5, 4, 4), np.uint16), "draft": np.zeros((5, hi - lo, 4, 8), np.uint16)}
+        return KVLayout.from_tensors(tensors, {"a": mla, "draft": LayerSpec((lo, hi), 4, 4)})
+
+    sources = select_sources(EngineShape(1, 4), RankId(0, 0), EngineShape(2, 4))
+    remote = {RankId(0, r): rank(2 * r, 2 * r + 2) for r in range(2)}
+    made = plan_reads(rank(0, 4), remote, sources, [BlockSpan([1])], [BlockSpan([2])], TokenRange(0, 4))
+    assert [s.nbytes for s in made.sources] == [32 + 2 * 4 * 16, 2 * 4 * 16]
+
+
 def test_replicated_heads_are_read_once() -> None:
     """Both ranks hold both heads; the second source adds nothing but is still listed."""
     both = (Source(RankId(0, 0), (0, 2)), Source(RankId(0, 1), (0, 2)))
