@@ -42,9 +42,7 @@ class KVShape:
             TopologyError: neither of the two divides the other.
         """
         if tp < 1 or (not self.mla and self.kv_heads % tp and tp % self.kv_heads):
-            raise TopologyError(
-                f"tp {tp} and {self.kv_heads} kv heads: one must be a multiple of the other"
-            )
+            raise TopologyError(f"tp {tp} and {self.kv_heads} kv heads: one must be a multiple of the other")
         return 1 if self.mla else max(1, self.kv_heads // tp)
 
     def token_bytes(self, tp: int) -> int:

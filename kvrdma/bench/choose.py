@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvrdma.bench.link import Link, LinkOptions, OpenedLink
 from kvrdma.bench.patterns import Case
+from kvrdma.bench.pool import check_device
 from kvrdma.bench.spawned_peer import Control
 from kvrdma.errors import (
     ConnectError,
@@ -35,11 +36,16 @@ class Candidates:
 
     def beyond_process(self) -> Candidates:
         """Give those that reach another process; close the others."""
-        far = [each for each in self.transports if each.capabilities().reach != "process"]
+        far: list[Transport] = []
+        refused = list(self.refused)
         for transport in self.transports:
-            if transport not in far:
-                transport.close()
-        return Candidates(tuple(far), self.refused)
+            if transport.capabilities().reach != "process":
+                far.append(transport)
+                continue
+            transport.close()
+            text = f"{transport.name} reaches no further than its own process"
+            refused.append(TransportUnavailableError(text))
+        return Candidates(tuple(far), tuple(refused))
 
     def close(self) -> None:
         """Close all of them. Idempotent."""
@@ -54,8 +60,10 @@ def open_candidates(name: str, options: LinkOptions) -> Candidates:
     Those that reach no further than this process come last.
 
     Raises:
+        ConfigError: nothing installed here allocates the device's memory.
         TransportError: none can be opened; says why for each.
     """
+    check_device(options.device)
     names = sorted(installed_transports()) if name == AUTO else [name]
     opened: list[Transport] = []
     refused: list[TransportError] = []
@@ -84,9 +92,7 @@ def _preference(transport: Transport) -> tuple[int, bool]:
     return _REACH_ORDER.index(can.reach), not can.one_sided
 
 
-def connect_first(
-    candidates: Candidates, control: Control, cases: Sequence[Case], options: LinkOptions
-) -> OpenedLink:
+def connect_first(candidates: Candidates, control: Control, cases: Sequence[Case], options: LinkOptions) -> OpenedLink:
     """Try the candidates in order until one has carried a read of the first case; close the others.
 
     Args:
@@ -113,9 +119,7 @@ def connect_first(
     raise _summary(refused)
 
 
-def _first_read(
-    control: Control, transport: Transport, cases: Sequence[Case], options: LinkOptions
-) -> OpenedLink:
+def _first_read(control: Control, transport: Transport, cases: Sequence[Case], options: LinkOptions) -> OpenedLink:
     link = Link(control, transport, max(case.shape.pool_nbytes for case in cases), options)
     try:
         times, wrong = link.read_and_verify(cases[0])

@@ -50,9 +50,7 @@ class ReadTimes:
 class Link:
     """A transport of this process, connected to a pool of the peer."""
 
-    def __init__(
-        self, control: Control, transport: Transport, pool_nbytes: int, options: LinkOptions
-    ) -> None:
+    def __init__(self, control: Control, transport: Transport, pool_nbytes: int, options: LinkOptions) -> None:
         """Allocate a pool on both sides and connect; owns ``transport`` from here on.
 
         Args:
@@ -68,7 +66,7 @@ class Link:
         self.options = options
         self._control = control
         self._link = 0
-        self._generation = 0
+        self._generation = 1  # what the peer fills its pool with when it opens
         self._fill_timeout_s = options.control_timeout_s + pool_nbytes / _FILL_BYTES_PER_S
         try:
             self.pool: Pool = allocate(pool_nbytes, options.device)
@@ -192,9 +190,7 @@ class OpenedLink:
     first_mismatch: Mismatch | None
 
 
-def measure(
-    opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, Case], None]
-) -> LinkResult:
+def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, Case], None]) -> LinkResult:
     """Run the cases over a connected link.
 
     Raises:

@@ -74,8 +74,7 @@ class LinkPeer:
         self._make_room()
         if not 8 <= message.pool_nbytes <= MAX_POOL_NBYTES or message.pool_nbytes % 8:
             raise ConfigError(
-                f"a pool of {message.pool_nbytes} bytes was asked for: need a multiple of 8 "
-                f"up to {MAX_POOL_NBYTES}"
+                f"a pool of {message.pool_nbytes} bytes was asked for: need a multiple of 8 up to {MAX_POOL_NBYTES}"
             )
         transport = open_transport(message.transport, require_one_sided=message.require_one_sided)
         try:
@@ -99,9 +98,7 @@ class LinkPeer:
 
     def _link(self, number: int) -> _Link:
         if number not in self._links:
-            raise ControlError(
-                f"no link {number} here: the peer was restarted, or it was idle for {IDLE_S:g} s"
-            )
+            raise ControlError(f"no link {number} here: the peer was restarted, or it was idle for {IDLE_S:g} s")
         link = self._links[number]
         link.used_s = time.monotonic()
         return link

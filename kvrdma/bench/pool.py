@@ -176,11 +176,19 @@ def allocate(nbytes: int, device: Device) -> Pool:
         raise ConfigError(f"device {device}: cannot allocate {nbytes} bytes there: {error}") from error
 
 
+def check_device(device: Device) -> None:
+    """Refuse a device whose memory cannot be allocated with what is installed.
+
+    Raises:
+        ConfigError: names the extra to install.
+    """
+    if device.kind != "cpu":
+        _gpu_pool()
+
+
 def _gpu_pool() -> type[CupyPool | TorchPool]:
     if importlib.util.find_spec("cupy"):
         return CupyPool
     if importlib.util.find_spec("torch") and importlib.import_module("torch").cuda.is_available():
         return TorchPool
-    raise ConfigError(
-        "GPU memory needs CuPy or a torch with CUDA: pip install 'kvrdma[cuda12]' or 'kvrdma[cuda13]'"
-    )
+    raise ConfigError("GPU memory needs CuPy or a torch with CUDA: pip install 'kvrdma[cuda12]' or 'kvrdma[cuda13]'")

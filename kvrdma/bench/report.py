@@ -80,9 +80,7 @@ def case_report(case: Case, times: Times, rows_posted: int, *, verified: bool) -
         verified=verified,
         blocking_us=_scaled(_stat(times.blocking_s), 1e6),
         total_ms=_scaled(total, 1e3),
-        gb_per_s=Stat(
-            round(shape.nbytes / total.best / 1e9, 4), round(shape.nbytes / total.median / 1e9, 4)
-        ),
+        gb_per_s=Stat(round(shape.nbytes / total.best / 1e9, 4), round(shape.nbytes / total.median / 1e9, 4)),
         memcpy_gb_per_s=round(shape.nbytes / memcpy_s / 1e9, 4),
         memcpy_ratio=round(memcpy_s / total.median, 4),
     )

@@ -15,7 +15,7 @@ from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.errors import ControlError, PeerLostError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.transport import Device
-from kvrdma.wire import Message
+from kvrdma.wire import CloseLink, Message
 
 _START_S = 30.0
 _END_S = 5.0
@@ -75,6 +75,7 @@ class SpawnedPeer:
         )
         try:
             self._client = SideChannelClient(Endpoint.parse(self._first_line()), secret)
+            self._client.request(CloseLink(0), _START_S)  # connected: from here on its end is noticed at once
         except BaseException:
             self._end()
             raise
@@ -84,9 +85,7 @@ class SpawnedPeer:
         ready, _, _ = select.select([self.process.stdout], [], [], _START_S)
         line = self.process.stdout.readline().decode().strip() if ready else ""
         if not line:
-            raise UnreachableError(
-                f"the peer process did not start within {_START_S:g} s{self._last_words()}"
-            )
+            raise UnreachableError(f"the peer process did not start within {_START_S:g} s{self._last_words()}")
         return line
 
     def _last_words(self) -> str:
@@ -110,9 +109,7 @@ class SpawnedPeer:
                 code = self.process.wait(1)
             except subprocess.TimeoutExpired:
                 raise error from None
-            raise PeerLostError(
-                f"the peer process ended with exit code {code}{self._last_words()}"
-            ) from error
+            raise PeerLostError(f"the peer process ended with exit code {code}{self._last_words()}") from error
         except ControlError as error:
             words = self._last_words()
             if words:

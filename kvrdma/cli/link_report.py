@@ -56,8 +56,7 @@ def print_result(result: LinkResult, request: str) -> None:
     report = result.report
     kind = "one-sided" if report.one_sided else "emulated by the peer's CPU"
     console.print(
-        f"[bold]{report.transport}[/] via {result.via}: {kind}, memory {report.device}, "
-        f"kvrdma {report.kvrdma}"
+        f"[bold]{report.transport}[/] via {result.via}: {kind}, memory {report.device}, kvrdma {report.kvrdma}"
     )
     if report.ucx:
         console.print(f"UCX {report.ucx['version']} from {report.ucx['library']}", highlight=False)

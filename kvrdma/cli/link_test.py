@@ -121,7 +121,8 @@ def serve(bind: str, device: str, *, insecure: bool) -> None:
         names = ", ".join(sorted(installed_transports()))
         click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
         try:
-            signal.sigwait({signal.SIGTERM, signal.SIGINT})
+            while signal.sigtimedwait({signal.SIGTERM, signal.SIGINT}, 1.0) is None and server.alive:
+                pass
         finally:
             server.close()
             peer.close()

@@ -28,9 +28,7 @@ class Endpoint:
         """
         match = _FORM.fullmatch(text)
         if not match or int(match["port"]) > 65535:
-            raise ConfigError(
-                f"{text!r} is not HOST:PORT with a port up to 65535 (IPv6 in brackets: [::1]:7000)"
-            )
+            raise ConfigError(f"{text!r} is not HOST:PORT with a port up to 65535 (IPv6 in brackets: [::1]:7000)")
         return cls(match["six"] or match["host"], int(match["port"]))
 
     def __str__(self) -> str:

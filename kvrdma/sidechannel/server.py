@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvrdma import wire
-from kvrdma.errors import ConfigError, KVRDMAError, MessageError, ProtocolVersionError, UnreachableError
+from kvrdma.errors import ConfigError, KVRDMAError, MessageError, ProtocolVersionError
 from kvrdma.sidechannel.curve import admit, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.wire import Failed, Message
@@ -40,9 +40,7 @@ class SideChannelServer:
     a ``Failed`` answer; any other exception is a defect: it ends the thread and comes out of ``close``.
     """
 
-    def __init__(
-        self, bind: Endpoint, handler: Handler, secret: str | None = None, *, insecure: bool = False
-    ) -> None:
+    def __init__(self, bind: Endpoint, handler: Handler, secret: str | None = None, *, insecure: bool = False) -> None:
         """Bind and start answering.
 
         Args:
@@ -52,8 +50,8 @@ class SideChannelServer:
             insecure: listen beyond loopback without a secret all the same.
 
         Raises:
-            ConfigError: beyond loopback without a secret.
-            UnreachableError: the endpoint cannot be bound; names it.
+            ConfigError: beyond loopback without a secret, or the endpoint cannot be bound; names it.
+            UnreachableError: the host name is unknown.
         """
         if secret is None and not insecure and not bind.is_loopback():
             raise ConfigError(
@@ -98,12 +96,17 @@ class SideChannelServer:
         try:
             router.bind(bind.url())
         except zmq.ZMQError as error:
-            raise UnreachableError(
+            raise ConfigError(
                 f"cannot listen at {bind}: {error.strerror}; choose another port or an address of this host",
                 code=error.errno,
             ) from error
         last = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = Endpoint(bind.host, int(last.rpartition(":")[2]))
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still answers: until ``close``, or a defect of the handler."""
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop listening, within 5 s. Idempotent.

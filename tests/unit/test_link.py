@@ -1,0 +1,365 @@
+"""The link test itself, over the in-memory transport: what it measures, and each way it can fail."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from kvrdma import wire
+from kvrdma.bench import choose
+from kvrdma.bench.choose import Candidates, connect_first, open_candidates
+from kvrdma.bench.link import Link, LinkOptions, LinkResult, measure
+from kvrdma.bench.link_peer import MAX_LINKS, LinkPeer
+from kvrdma.bench.patterns import Case, Shape
+from kvrdma.bench.pool import HostPool, allocate
+from kvrdma.bench.report import Times, case_report
+from kvrdma.bench.spawned_peer import LocalControl, SpawnedPeer
+from kvrdma.errors import (
+    ConfigError,
+    ConnectError,
+    ControlError,
+    MessageError,
+    NotOneSidedError,
+    PeerIdentityError,
+    PeerLostError,
+    ReadTimeoutError,
+    TransportError,
+    TransportUnavailableError,
+)
+from kvrdma.rows import Rows
+from kvrdma.testing import Fault, FaultTransport
+from kvrdma.transport import Capabilities, Completion, Device, Peer, ReadId, Region, Transport
+from kvrdma_memory import MemoryTransport
+
+SHAPE = Shape(layers=2, blocks=8, block_bytes=64)
+CASES = tuple(Case(pattern, SHAPE) for pattern in ("contig", "fragmented", "remote_contig"))
+OPTIONS = LinkOptions(iters=3, read_timeout_s=10.0)
+
+
+@contextmanager
+def local_peer() -> Iterator[LocalControl]:
+    control = LocalControl(LinkPeer())
+    try:
+        yield control
+    finally:
+        control.close()
+
+
+def run(transport: Transport, options: LinkOptions = OPTIONS) -> LinkResult:
+    with local_peer() as control:
+        opened = connect_first(Candidates((transport,), ()), control, CASES, options)
+        try:
+            return measure(opened, CASES, lambda *_: None)
+        finally:
+            opened.link.close()
+
+
+def test_every_case_is_verified_and_measured() -> None:
+    result = run(MemoryTransport())
+    report = result.report
+    assert (report.verified, result.mismatches, result.via) == (True, (), "memmove")
+    assert (report.transport, report.one_sided, report.device, report.ucx) == ("memory", True, "cpu", None)
+    assert [case.pattern for case in report.cases] == ["contig", "fragmented", "remote_contig"]
+    for case in report.cases:
+        assert (case.rows, case.nbytes, case.block_bytes, case.verified) == (16, 1024, 64, True)
+        assert 0 < case.blocking_us.best <= case.blocking_us.median
+        assert 0 < case.total_ms.best <= case.total_ms.median
+        assert case.gb_per_s.best >= case.gb_per_s.median > 0
+    assert report.cases[0].rows_posted == 2
+
+
+def test_a_report_is_arithmetic() -> None:
+    case = Case("contig", Shape(1, 10, 100_000))  # 1 MB
+    times = Times(blocking_s=[3e-6, 1e-6, 2e-6], total_s=[4e-3, 1e-3, 2e-3], memcpy_s=[1e-3, 0.5e-3, 0.5e-3])
+    report = case_report(case, times, 1, verified=True)
+    assert (report.blocking_us.best, report.blocking_us.median) == (1.0, 2.0)
+    assert (report.total_ms.best, report.total_ms.median) == (1.0, 2.0)
+    assert (report.gb_per_s.best, report.gb_per_s.median) == (1.0, 0.5)
+    assert (report.memcpy_gb_per_s, report.memcpy_ratio) == (2.0, 0.25)
+
+
+class Corrupting(MemoryTransport):
+    """Damages one byte of our own pool after the chosen read."""
+
+    def __init__(self, victim: int, offset: int) -> None:
+        super().__init__()
+        self._victim, self._offset, self._reads = victim, offset, 0
+
+    def register(self, addr: int, nbytes: int, device: Device) -> Region:
+        self._pool = (addr, nbytes)
+        return super().register(addr, nbytes, device)
+
+    def poll(self) -> list[Completion]:
+        done = super().poll()
+        self._reads += len(done)
+        if done and self._reads == self._victim:
+            byte = ctypes.c_ubyte.from_address(self._pool[0] + self._offset)
+            byte.value ^= 0xFF
+        return done
+
+
+def test_a_wrong_byte_in_a_row_is_reported_with_its_place() -> None:
+    # Reads 1 and 2 are the first of all and the first of "contig"; both are verified. Block 0 holds bytes 0-63.
+    result = run(Corrupting(victim=2, offset=9))
+    assert not result.report.verified
+    assert [case.verified for case in result.report.cases] == [False, True, True]
+    assert len(result.mismatches) == 1
+    assert result.mismatches[0].startswith("contig, blocks of 64 bytes: row 0 is wrong at local byte 8 (remote byte 8)")
+
+
+def test_a_wrong_byte_around_the_rows_is_reported() -> None:
+    result = run(Corrupting(victim=1, offset=8 * 64))  # the first block after layer 0's eight
+    assert result.mismatches[0].startswith("first read: memory outside every row is wrong at local byte 512")
+
+
+def test_damage_after_the_first_verification_is_found_by_the_last() -> None:
+    # 1: first of all; 2: verified; 3-5: measured; 6: verified again, with other bytes.
+    result = run(Corrupting(victim=6, offset=0))
+    assert [case.verified for case in result.report.cases] == [False, True, True]
+
+
+class Lazy(MemoryTransport):
+    """Claims to have read and moves nothing after its second read: the bytes of before are still there."""
+
+    reads = 0
+
+    def read(self, peer: Peer, rows: Rows) -> ReadId:
+        self.reads += 1
+        return super().read(peer, rows if self.reads <= 2 else np.empty((0, 4), np.uint64))
+
+
+def test_stale_bytes_of_an_earlier_read_do_not_pass() -> None:
+    result = run(Lazy())
+    assert [case.verified for case in result.report.cases] == [False, False, False]
+    assert "(poison: nothing was written)" in result.mismatches[0]
+
+
+def test_a_read_that_never_ends_is_given_up_by_its_deadline() -> None:
+    faulty = FaultTransport(MemoryTransport(), [Fault.NONE, Fault.NEVER])
+    faulty.name = "memory"  # type: ignore[misc]
+    with pytest.raises(ReadTimeoutError, match=r"16 rows by memory did not arrive within 0\.2 s"):
+        run(faulty, LinkOptions(iters=3, read_timeout_s=0.2))
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Fault.FAIL_AT_POST, PeerLostError),
+        (Fault.FAIL_AT_POLL, TransportError),
+        (Fault.HALF_WRITTEN, TransportError),
+        (Fault.LOSE_PEER, PeerLostError),
+    ],
+)
+def test_a_failed_read_ends_the_test(fault: Fault, kind: type[TransportError]) -> None:
+    faulty = FaultTransport(MemoryTransport(), [Fault.NONE, Fault.NONE, fault])
+    faulty.name = "memory"  # type: ignore[misc]
+    with pytest.raises(kind, match="injected"):
+        run(faulty)
+
+
+class Elsewhere(MemoryTransport):
+    """Reaches another host in name, and nobody in fact."""
+
+    error: TransportError = PeerIdentityError("another host answers")
+    closed = False
+
+    def connect(self, address: bytes, keys: Sequence[bytes]) -> Peer:
+        del address, keys
+        raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+def test_transports_are_tried_until_one_works() -> None:
+    first, second, third = Elsewhere(), MemoryTransport(), Elsewhere()
+    with local_peer() as control:
+        opened = connect_first(Candidates((first, second, third), ()), control, CASES, OPTIONS)
+        assert opened.link.transport is second
+        assert opened.first_mismatch is None
+        assert (first.closed, third.closed) == (True, True)
+        opened.link.close()
+
+
+def test_if_none_works_the_error_says_why_for_each() -> None:
+    refused = (TransportUnavailableError("x is not installed"),)
+    with local_peer() as control, pytest.raises(ConnectError, match="no transport works") as caught:
+        connect_first(Candidates((Elsewhere(), Elsewhere()), refused), control, CASES, OPTIONS)
+    assert str(caught.value).splitlines()[1:] == ["  x is not installed"] + ["  another host answers"] * 2
+
+
+def test_the_only_reason_keeps_its_class() -> None:
+    transport = Elsewhere()
+    transport.error = NotOneSidedError("only emulated")
+    with local_peer() as control, pytest.raises(NotOneSidedError, match=r"^only emulated$"):
+        connect_first(Candidates((transport,), ()), control, CASES, OPTIONS)
+
+
+def fake(
+    name: str,
+    reach: Literal["process", "host", "network"],
+    kinds: tuple[str, ...] = ("cpu",),
+    *,
+    one_sided: bool = True,
+) -> type[Transport]:
+    class Fake(MemoryTransport):
+        def capabilities(self) -> Capabilities:
+            return Capabilities(frozenset(kinds), reach, one_sided, needs_target_progress=False, max_rows=1)
+
+    Fake.name = name
+    return Fake
+
+
+def test_auto_orders_by_reach_then_by_one_sidedness(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {
+        "a": fake("a", "network", one_sided=False),
+        "b": fake("b", "process"),
+        "c": fake("c", "network"),
+        "d": fake("d", "host"),
+        "e": fake("e", "host", kinds=("cuda",)),
+    }
+
+    def opening(name: str, **options: object) -> Transport:
+        if name == "f":
+            raise TransportUnavailableError("f: no library")
+        return kinds[name](**options)
+
+    monkeypatch.setattr(choose, "installed_transports", lambda: {**kinds, "f": None})
+    monkeypatch.setattr(choose, "open_transport", opening)
+    found = open_candidates("auto", OPTIONS)
+    assert [each.name for each in found.transports] == ["d", "c", "a", "b"]
+    assert [str(error) for error in found.refused] == ["e cannot read cpu memory here", "f: no library"]
+    assert not found.need_this_process
+    far = found.beyond_process()
+    assert [each.name for each in far.transports] == ["d", "c", "a"]
+    assert "b reaches no further than its own process" in str(far.refused[-1])
+    assert open_candidates("b", OPTIONS).need_this_process
+    with pytest.raises(TransportUnavailableError, match="f: no library"):
+        open_candidates("f", OPTIONS)
+
+
+def test_gpu_memory_without_its_extra_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    for refuse in (lambda: allocate(64, Device("cuda")), lambda: open_candidates("auto", LinkOptions(Device("cuda")))):
+        with pytest.raises(ConfigError, match=r"pip install 'kvrdma\[cuda12\]'"):
+            refuse()
+
+
+def test_host_pools_are_page_aligned() -> None:
+    pool = HostPool(4096)
+    pool.poison()
+    assert (pool.addr % 4096, pool.host_bytes().tolist()) == (0, [0xA5] * 4096)
+
+
+def test_the_peer_bounds_its_links_and_forgets_idle_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = LinkPeer()
+    for number in range(1, MAX_LINKS + 1):
+        opened = peer.handle(wire.OpenLink("memory", 64))
+        assert isinstance(opened, wire.LinkOpened)
+        assert opened.link == number
+    with pytest.raises(ControlError, match="serves 4 link tests already"):
+        peer.handle(wire.OpenLink("memory", 64))
+    monkeypatch.setattr("kvrdma.bench.link_peer.IDLE_S", -1.0)
+    again = peer.handle(wire.OpenLink("memory", 64))
+    assert isinstance(again, wire.LinkOpened)
+    assert again.link == 5
+    with pytest.raises(ControlError, match="no link 1 here"):
+        peer.handle(wire.DescribeLink(1))
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    ("message", "kind", "says"),
+    [
+        (wire.FillPool(9, 1), ControlError, "no link 9"),
+        (wire.OpenLink("nosuch", 64), TransportUnavailableError, "'nosuch' is not installed"),
+        (wire.OpenLink("memory", 1 << 50), ConfigError, "need a multiple of 8 up to"),
+        (wire.OpenLink("memory", 12), ConfigError, "need a multiple of 8"),
+        (wire.LinkClosed(), MessageError, "LinkClosed is an answer"),
+    ],
+)
+def test_the_peer_refuses_nonsense(message: wire.Message, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        LinkPeer().handle(message)
+
+
+def test_closing_an_unknown_link_is_harmless() -> None:
+    assert LinkPeer().handle(wire.CloseLink(0)) == wire.LinkClosed()
+
+
+def test_a_peer_that_answers_the_wrong_thing_is_refused() -> None:
+    class Confused:
+        def request(self, message: wire.Message, timeout_s: float) -> wire.Message:
+            del message, timeout_s
+            return wire.LinkClosed()
+
+        def close(self) -> None: ...
+
+    with pytest.raises(MessageError, match="OpenLink was answered by LinkClosed"):
+        Link(Confused(), MemoryTransport(), 64, OPTIONS)
+
+
+def test_a_spawned_peer_answers_and_ends_with_close() -> None:
+    peer = SpawnedPeer(Device(), 60.0)
+    assert peer.request(wire.CloseLink(0), 10) == wire.LinkClosed()
+    peer.close()
+    assert peer.process.returncode == 0
+
+
+def test_a_killed_peer_is_reported_with_its_exit_code() -> None:
+    peer = SpawnedPeer(Device(), 60.0)
+    peer.process.send_signal(signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="the peer process ended with exit code -9"):
+        peer.request(wire.CloseLink(0), 60)
+    peer.close()
+
+
+def test_a_peer_that_cannot_start_brings_its_traceback_home() -> None:
+    with pytest.raises(ControlError, match=r"(?s)did not start.*Traceback.*device 'gpu' is unknown"):
+        SpawnedPeer("gpu", 60.0)  # type: ignore[arg-type]
+
+
+def test_a_peer_ends_at_its_deadline() -> None:
+    peer = SpawnedPeer(Device(), 0.2)
+    assert peer.process.wait(20) == 0
+    peer.close()
+
+
+def test_a_peer_ends_when_its_parent_is_killed() -> None:
+    script = """
+        import sys, time
+        from kvrdma.bench.spawned_peer import SpawnedPeer
+        from kvrdma.transport import Device
+        print(SpawnedPeer(Device(), 600.0).process.pid, flush=True)
+        time.sleep(600)
+    """
+    lines = "\n".join(line.strip() for line in script.splitlines())
+    with subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid = int(json.loads(parent.stdout.readline()))
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while _running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not _running(pid)
+
+
+def _running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False
