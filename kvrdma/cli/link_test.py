@@ -112,24 +112,26 @@ def connect(endpoint: str, **values: Any) -> None:  # noqa: ANN401
 @click.option("--insecure", is_flag=True, help="Listen beyond loopback without KVRDMA_SECRET.")
 def serve(bind: str, device: str, *, insecure: bool) -> None:
     """Be the peer of `kvrdma link-test connect`, until interrupted."""
+    stops = {signal.SIGTERM, signal.SIGINT}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # before any thread: none of them takes the signal
+    try:
+        _run(lambda: _serve(Endpoint.parse(bind), LinkPeer(Device.parse(device)), stops, insecure=insecure))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def work() -> None:
-        config = Config.from_env()
-        peer = LinkPeer(Device.parse(device))
-        server = SideChannelServer(Endpoint.parse(bind), peer.handle, config.secret, insecure=insecure)
-        how = "encrypted, KVRDMA_SECRET needed" if config.secret else "no secret, not encrypted"
-        names = ", ".join(sorted(installed_transports()))
-        click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
-        try:
-            while signal.sigtimedwait({signal.SIGTERM, signal.SIGINT}, 1.0) is None and server.alive:
-                pass
-        finally:
-            server.close()
-            peer.close()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-    _run(work)
+def _serve(bind: Endpoint, peer: LinkPeer, stops: set[signal.Signals], *, insecure: bool) -> None:
+    config = Config.from_env()
+    server = SideChannelServer(bind, peer.handle, config.secret, insecure=insecure)
+    how = "encrypted, KVRDMA_SECRET needed" if config.secret else "no secret, not encrypted"
+    names = ", ".join(sorted(installed_transports()))
+    click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
+    try:
+        while signal.sigtimedwait(stops, 1.0) is None and server.alive:
+            pass
+    finally:
+        server.close()
+        peer.close()
 
 
 def _test_here(test: Test) -> None:
