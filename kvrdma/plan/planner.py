@@ -23,6 +23,9 @@ from kvrdma.reshape.spec import Reshape
 from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Rows
 from kvrdma.topology import RankId, Source
 
+MAX_ROWS = 1 << 25
+"""Rows of one request; more would take over a gigabyte to describe."""
+
 
 class TokenRange(NamedTuple):
     """Positions ``[start, end)`` to read: from the end of the cached prefix to the last one computed."""
@@ -93,7 +96,7 @@ class PageReshape:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Everything one rank does to fetch a request: one entry per source rank, and what remains in place."""
+    """Everything one rank does to fetch a request: what to read from each source, then reshapes in this order."""
 
     sources: tuple[SourceReads, ...]
     reshapes: tuple[PageReshape, ...]
@@ -154,7 +157,8 @@ class Planner:
                 spans is wrong, or a row would leave its region.
         """
         rows: list[list[Rows]] = [[] for _ in self.sources]
-        reshapes: dict[tuple[tuple[str, ...], int, Reshape], list[Ints]] = {}
+        reshapes: dict[tuple[tuple[str, ...], tuple[tuple[int, Reshape], ...]], list[Ints]] = {}
+        planned = 0
         for group in self._groups:
             if group.group >= min(len(local), len(remote)):
                 raise PlanError(
@@ -169,11 +173,21 @@ class Planner:
             there = _page_ids(spans[1], group.remote_pages_per_block, "remote")
             _check_remote(group, there, wanted)
             for pages in _pages(group, here, wanted):
+                planned += _count(group, pages)
+                if planned > MAX_ROWS:
+                    raise PlanError(
+                        f"the request takes over {MAX_ROWS} rows ({_count(group, pages)} for {len(pages.local)} pages "
+                        f"of {group.names[0]}): use equal block sizes and page formats, or pull fewer tokens at a time"
+                    )
                 for stream in pages.template.streams:
                     rows[stream.source].append(_fill(group, stream, pages, there))
-                for plane, reshape in pages.template.reshapes:
-                    reshapes.setdefault((group.names, plane, reshape), []).append(pages.local)
-        finished = tuple(PageReshape(key[2], key[0], key[1], np.concatenate(p)) for key, p in reshapes.items())
+                if pages.template.reshapes:
+                    reshapes.setdefault((group.names, pages.template.reshapes), []).append(pages.local)
+        finished = tuple(
+            PageReshape(reshape, names, plane, np.concatenate(pages))
+            for (names, steps), pages in reshapes.items()
+            for plane, reshape in steps
+        )
         return ReadPlan(tuple(map(self._finish, range(len(rows)), rows)), finished)
 
     def _finish(self, index: int, pieces: list[Rows]) -> SourceReads:
@@ -181,6 +195,10 @@ class Planner:
         joined = join_rows(rows, self._local_regions)
         check_bounds(joined, self._local_regions, self._remote_regions[index])
         return SourceReads(self.sources[index], joined, len(rows))
+
+
+def _count(group: LayerGroup, pages: _Pages) -> int:
+    return len(group.names) * len(pages.local) * sum(len(stream.length) for stream in pages.template.streams)
 
 
 def _range_of(

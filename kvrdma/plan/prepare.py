@@ -25,10 +25,9 @@ from kvrdma.plan.cells import (
     SOURCE,
     SourceShare,
     Table,
-    direct_rows,
-    merge_table,
 )
-from kvrdma.plan.landing import ReadCost, choose_landing
+from kvrdma.plan.landing import ReadCost
+from kvrdma.plan.page import fill_page, page_rows
 from kvrdma.plan.tokens import Ints, PageSide, TokenMap, token_map
 from kvrdma.reshape.spec import Reshape
 from kvrdma.topology import RankId, Source
@@ -114,17 +113,10 @@ class LayerGroup:
 
     def _build(self, page: int, lo: int, hi: int) -> PageTemplate:
         runs = self.map.pages[page].clip(lo, hi)
-        table = np.concatenate([direct_rows(self.format, share, runs) for share in self.shares])
-        table = merge_table(table)
         if hi - lo < self.format.tokens:
-            return PageTemplate(tuple(_streams(table)), ())
-        landings = [
-            choose_landing(table[table[:, LOCAL_PLANE] == plane], self.format, plane, self.cost)
-            for plane in range(len(self.local))
-        ]
-        streams = [stream for landing in landings for stream in _streams(landing.rows)]
-        reshapes = [(plane, r) for plane, landing in enumerate(landings) for r in landing.reshapes]
-        return PageTemplate(tuple(streams), tuple(reshapes))
+            return PageTemplate(tuple(_streams(page_rows(self.format, self.shares, runs))), ())
+        fill = fill_page(self.format, self.shares, runs, self.cost)
+        return PageTemplate(tuple(_streams(fill.rows)), fill.reshapes)
 
 
 def _streams(table: Table) -> Iterator[Stream]:

@@ -151,6 +151,16 @@ def test_ids_that_do_not_fit(ids: tuple[list[int], list[int]], tokens: tuple[int
         plan(layout(layers=2), layout(layers=2), ids, tokens)
 
 
+def test_absurd_numbers_of_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers of three scattered blocks are six rows."""
+    args = layout(layers=2), layout(layers=2), ([1, 3, 5], [1, 4, 7]), (0, 12)
+    monkeypatch.setattr("kvrdma.plan.planner.MAX_ROWS", 6)
+    assert len(plan(*args)) == 6
+    monkeypatch.setattr("kvrdma.plan.planner.MAX_ROWS", 5)
+    with pytest.raises(PlanError, match=r"over 5 rows \(6 for 3 pages of l0\)"):
+        plan(*args)
+
+
 @pytest.mark.parametrize(
     ("span", "why"),
     [
@@ -340,7 +350,7 @@ def test_layers_with_different_heads_take_each_head_once() -> None:
 
     def rank(lo: int, hi: int) -> KVLayout:
         tensors = {"a": np.zeros((5, 4, 4), np.uint16), "draft": np.zeros((5, hi - lo, 4, 8), np.uint16)}
-        return KVLayout.from_tensors(tensors, {"a": mla, "draft": LayerSpec((lo, hi), 4, 4)})
+        return KVLayout.from_tensors(tensors, {"a": mla, "draft": LayerSpec((lo, hi), 4, 4, dims="BHNC")})
 
     sources = select_sources(EngineShape(1, 4), RankId(0, 0), EngineShape(2, 4))
     remote = {RankId(0, r): rank(2 * r, 2 * r + 2) for r in range(2)}

@@ -105,11 +105,23 @@ def test_cpu_keys() -> None:
 
 
 def test_token_major_into_cpu() -> None:
-    """Keys of a head arrive as [N, D] and become [D, N]."""
-    ran = run_case(one_case(model("CPU", 32, H2), model("NHD", 32, H2), 32))
-    (step,) = ran.plan.reshapes
-    assert (step.reshape.shape, step.reshape.axes, step.reshape.itemsize) == ((32, 4), (1, 0), 2)
-    assert (step.reshape.offset, step.reshape.stride, step.reshape.count) == (0, 512, 2)
+    """One row a page: (N, H, 2, D) -> (H, 2, N, D), then the keys of each head from [N, D] to [D, N]."""
+    ran = run_case(one_case(model("CPU", 32, H2), model("NHD", 32, H2), 64))
+    move, turn = (step.reshape for step in ran.plan.reshapes)
+    assert (move.shape, move.axes, move.itemsize) == ((32, 4, 4), (1, 0, 2), 2)
+    assert (turn.shape, turn.axes, turn.itemsize) == ((32, 4), (1, 0), 2)
+    assert (turn.offset, turn.stride, turn.count) == (0, 512, 2)
+    assert (ran.plan.sources[0].rows_before, len(ran.plan.sources[0].rows)) == (2, 1)
+
+
+def test_cpu_into_token_major() -> None:
+    """The same backwards, from blocks of half the size: each head's keys are turned where they landed, first."""
+    ran = run_case(one_case(model("NHD", 32, H2), model("CPU", 16, H2), 32))
+    turn, move = (step.reshape for step in ran.plan.reshapes)
+    assert (turn.shape, turn.axes, turn.itemsize) == ((4, 16), (1, 0), 2)
+    assert (turn.offset, turn.stride, turn.count) == (0, 256, 4)
+    assert (move.shape, move.axes, move.itemsize) == ((2, 4, 16, 4), (0, 2, 1, 3), 2)
+    assert (ran.plan.sources[0].rows_before, len(ran.plan.sources[0].rows)) == (2, 1)
 
 
 def test_interleaved_content_into_leading_two() -> None:
