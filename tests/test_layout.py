@@ -133,9 +133,9 @@ def test_importing_has_no_effect() -> None:
 @pytest.mark.parametrize("package", NATIVE)
 def test_fresh_stub_equals_committed_stub(package: str, tmp_path: Path) -> None:
     module = f"{package}.{NATIVE[package]}"
-    loader = "import kvrdma_ucx.library as library; library.load();" if package == "kvrdma_ucx" else ""
+    loader = "import kvrdma_ucx.library as library; library.load(); " if package == "kvrdma_ucx" else ""
     out = tmp_path / "fresh.pyi"
-    script = f"{loader} from nanobind.stubgen import main; main(['-q', '-m', {module!r}, '-o', {str(out)!r}])"
+    script = f"{loader}from nanobind.stubgen import main; main(['-q', '-m', {module!r}, '-o', {str(out)!r}])"
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     committed = ROOT / "transports" / package / f"{NATIVE[package]}.pyi"
     assert out.read_text() == committed.read_text(), f"regenerate {committed.name}"
