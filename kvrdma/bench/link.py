@@ -22,6 +22,7 @@ M = TypeVar("M")
 _FILL_BYTES_PER_S = 50e6
 """Slowest filling of a pool that is not taken for a hang."""
 _CAPPED_CASE_S = 1.5
+_GOODBYE_S = 1.0
 _MIN_ITERS = 3
 
 
@@ -92,7 +93,7 @@ class Link:
         link, self._link = self._link, 0
         if link:
             with contextlib.suppress(KVRDMAError):  # the peer closes idle links by itself
-                self._ask(wire.CloseLink(link), wire.LinkClosed, self.options.control_timeout_s)
+                self._ask(wire.CloseLink(link), wire.LinkClosed, _GOODBYE_S)
 
     def _ask(self, message: wire.Message, answer: type[M], timeout_s: float) -> M:
         reply = self._control.request(message, timeout_s)

@@ -102,19 +102,25 @@ class SpawnedPeer:
             UnreachableError: it is stuck.
             KVRDMAError: its own error.
         """
+        if self.process.poll() is not None:
+            raise self._ended()
         try:
             return self._client.request(message, timeout_s)
         except UnreachableError as error:
             try:
-                code = self.process.wait(1)
+                self.process.wait(1)
             except subprocess.TimeoutExpired:
                 raise error from None
-            raise PeerLostError(f"the peer process ended with exit code {code}{self._last_words()}") from error
+            raise self._ended() from error
         except ControlError as error:
             words = self._last_words()
             if words:
                 error.add_note(f"the peer process{words}")
             raise
+
+    def _ended(self) -> PeerLostError:
+        code = self.process.returncode
+        return PeerLostError(f"the peer process ended with exit code {code}{self._last_words()}")
 
     def close(self) -> None:
         """End the process, by force if it takes longer than 5 s. Idempotent."""
