@@ -99,7 +99,7 @@ class UcxKey(NamedTuple):
             raise BlobError(f"{KEY_KIND} blob holds {len(rkey)} bytes of rkey where {rkey_nbytes} are needed")
         if kind >= len(_KINDS) or not 0 < slot < max_slots or not nbytes or addr + nbytes > _MAX_ADDR:
             raise BlobError(
-                f"{KEY_KIND} blob names device kind {kind}, slot {slot}, {nbytes} bytes at {addr:#x}: it is forged"
+                f"{KEY_KIND} blob names device kind {kind}, slot {slot}, {nbytes} bytes at {addr:#x}: forged"
             )
         return cls(instance, cookie, slot, addr, nbytes, Device("cuda" if kind else "cpu", index), rkey)
 

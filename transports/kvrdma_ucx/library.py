@@ -1,8 +1,8 @@
 """Which UCX this process uses: found, checked and loaded once, when the first transport is opened.
 
-``_ucx`` is linked to ``libucp.so.0`` by name only. Whoever loads that name first decides, so this module does.
-In order: what the process has loaded already, ``KVRDMA_UCX_LIB`` (a file or folder), a system library that comes
-with verbs, and the wheel ``libucx-cu12`` or ``libucx-cu13``, which was built without verbs and can never do RDMA.
+``_ucx`` is linked to ``libucp.so.0`` by name only: whoever loads that name first decides, so this module does.
+In order: what the process has loaded already, ``KVRDMA_UCX_LIB`` (a file or folder), a system library that
+comes with verbs, and the wheel ``libucx-cu12`` or ``libucx-cu13``, built without verbs: it can never do RDMA.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _log = logging.getLogger(__name__)
-_log.addHandler(
-    logging.NullHandler()
-)  # said to whoever set up logging; link-test and capabilities() say it, too
+_log.addHandler(logging.NullHandler())  # said to whoever set up logging; link-test and capabilities() say it, too
 
 _LIBRARIES = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 # What those need and a private folder may bring along, where the loader itself would not look.
@@ -77,7 +75,7 @@ def load() -> UcxLibrary:
         if not library.has_verbs and library.path not in _warned:
             _warned.add(library.path)
             _log.warning(
-                "ucx library %s was built without verbs: it can never do RDMA, and reads over tcp are emulated "
+                "ucx library %s was built without verbs: it can never do RDMA, and reads over tcp are served "
                 "by the peer's CPU; install a UCX with verbs or set KVRDMA_UCX_LIB to one",
                 library.path,
             )
@@ -112,8 +110,8 @@ def _found() -> UcxLibrary:
     wheel = _wheel_library()
     if wheel is None:
         raise TransportUnavailableError(
-            "ucx: there is no UCX here: KVRDMA_UCX_LIB is not set, no system libucp.so.0 has verbs, and neither "
-            "libucx-cu12 nor libucx-cu13 is installed; pip install 'kvrdma[ucx]', or install your system's UCX"
+            "ucx: no UCX here: KVRDMA_UCX_LIB is not set, no system libucp.so.0 has verbs, and neither "
+            "libucx-cu12 nor libucx-cu13 is installed; pip install 'kvrdma[ucx]' or your system's UCX"
         )
     return UcxLibrary(wheel, "wheel")
 

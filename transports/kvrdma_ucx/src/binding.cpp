@@ -13,7 +13,8 @@ namespace kvrdma::ucx {
 
 namespace {
 
-using RegionTuple = std::tuple<uint64_t, uint64_t, uint32_t, nb::bytes, nb::bytes>; // addr, nbytes, slot, cookie, rkey
+// addr, nbytes, slot, GPU or -1, cookie, rkey
+using RegionTuple = std::tuple<uint64_t, uint64_t, uint32_t, int, nb::bytes, nb::bytes>;
 
 nb::bytes bytes_of(const std::string &text) { return nb::bytes(text.data(), text.size()); }
 nb::bytes bytes_of(const Cookie &cookie) { return nb::bytes(cookie.data(), cookie.size()); }
@@ -29,8 +30,8 @@ Cookie cookie_of(const nb::bytes &bytes) {
 
 std::vector<RemoteRegion> regions_of(const std::vector<RegionTuple> &tuples) {
     std::vector<RemoteRegion> regions;
-    for (const auto &[addr, nbytes, slot, cookie, rkey] : tuples)
-        regions.push_back({addr, nbytes, slot, cookie_of(cookie), string_of(rkey)});
+    for (const auto &[addr, nbytes, slot, cuda, cookie, rkey] : tuples)
+        regions.push_back({addr, nbytes, slot, cuda, cookie_of(cookie), string_of(rkey)});
     return regions;
 }
 
@@ -99,7 +100,7 @@ NB_MODULE(_ucx, module) {
         .def("deregister", &Transport::deregister, "region"_a, unlocked)
         .def("address", &kvrdma::ucx::address, "(worker address, instance, table addr, table rkey)")
         .def("connect", &kvrdma::ucx::connect, "worker"_a, "instance"_a, "table_addr"_a, "table_rkey"_a, "regions"_a,
-             "timeout_s"_a, "(peer, one_sided, via); regions are (addr, nbytes, slot, cookie, rkey).")
+             "timeout_s"_a, "(peer, one_sided, via); regions are (addr, nbytes, slot, cuda, cookie, rkey).")
         .def("read", &kvrdma::ucx::read, "peer"_a, "rows"_a.noconvert())
         .def("poll", &kvrdma::ucx::poll)
         .def("fileno", &Transport::fd)

@@ -1,8 +1,9 @@
 #include "endpoint.hpp"
 
-#include <cstdlib>
+#include <algorithm>
 #include <cstring>
 #include <regex>
+#include <set>
 
 namespace kvrdma::ucx {
 
@@ -123,7 +124,8 @@ void Endpoint::on_hello(const Hello &answer) {
         if (one_sided_lanes_.empty())
             return connected(false);
         unpack_keys();
-        probe();
+        plan_probes();
+        probe_next();
     } catch (const StatusError &error) {
         close({error.kind(), error.what(), error.code()}, false);
     }
@@ -140,12 +142,21 @@ void Endpoint::unpack_keys() {
     }
 }
 
-// Reads the peer's own cookie: whether that works is the only proof of a one-sided path.
-void Endpoint::probe() {
+// Whether a read works is the only proof of a one-sided path: the peer's own cookie, and one region of every GPU.
+void Endpoint::plan_probes() {
+    std::set<int> seen;
+    for (size_t i = 0; i < spec_.regions.size(); ++i)
+        if (const RemoteRegion &region = spec_.regions[i]; region.cuda >= 0 && seen.insert(region.cuda).second)
+            probes_.push_back({rkeys_[i], region.addr, std::min<uint64_t>(region.nbytes, sizeof(Cookie))});
+    probes_.push_back({table_, spec_.table_addr, sizeof(Cookie)});
+}
+
+void Endpoint::probe_next() {
+    const Probe &probe = probes_.back();
     ucp_request_param_t param = {};
     param.cb.send = &Endpoint::on_probe;
     param.user_data = this;
-    const ucs_status_ptr_t got = get(scratch_.data(), sizeof(Cookie), spec_.table_addr, table_, param);
+    const ucs_status_ptr_t got = get(scratch_.data(), probe.nbytes, probe.addr, probe.rkey, param);
     if (UCS_PTR_IS_PTR(got))
         ++outstanding_;
     else
@@ -165,8 +176,12 @@ void Endpoint::probe_arrived(ucs_status_t status) {
     const Failure failure = status == UCS_OK ? Failure{} : failure_of(status, name() + " (" + lanes_ + ") cannot be read");
     if (failure && failure.kind != std::string("NotOneSidedError"))
         return fail(failure);
-    if (!failure && std::memcmp(scratch_.data(), spec_.instance.data(), sizeof(Cookie)) != 0)
+    const bool own_cookie = probes_.back().rkey == table_;
+    probes_.pop_back();
+    if (!failure && own_cookie && std::memcmp(scratch_.data(), spec_.instance.data(), sizeof(Cookie)) != 0)
         return fail({"PeerIdentityError", name() + " has closed its transport; ask it for its new address", 0});
+    if (!failure && !probes_.empty())
+        return probe_next();
     try {
         if (failure && shared_.options.require_one_sided)
             refuse_emulation(lanes_ + ", but UCX has no one-sided way to this memory");
@@ -250,8 +265,11 @@ void Endpoint::on_closed(void *request, ucs_status_t, void *self) {
 void Endpoint::report() {
     while (!reads_.empty())
         end_read(*reads_.begin()->second);
-    if (connecting_)
-        connecting_->end(failure_);
+    if (connecting_) {
+        const bool cancelled = failure_.kind == std::string("ReadCancelledError");
+        connecting_->end(cancelled ? Failure{"TransportClosedError", "the transport was closed while connecting", 0}
+                                   : failure_);
+    }
     if (lost_)
         shared_.done.push({"PeerLostError", 0, peer_->id, 0, 0, 0, failure_.message, failure_.code});
 }

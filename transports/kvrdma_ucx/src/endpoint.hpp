@@ -21,6 +21,7 @@ namespace kvrdma::ucx {
 struct RemoteRegion {
     uint64_t addr, nbytes;
     uint32_t slot;
+    int cuda; // index of the GPU there, negative for host memory
     Cookie cookie;
     std::string rkey;
 };
@@ -120,7 +121,8 @@ class Endpoint {
     void send_hello();
     void say_goodbye();
     void unpack_keys();
-    void probe();
+    void plan_probes();
+    void probe_next();
     void probe_arrived(ucs_status_t status);
     void connected(bool one_sided);
     [[noreturn]] void refuse_emulation(const std::string &found) const;
@@ -176,6 +178,11 @@ class Endpoint {
     ucp_rkey_h table_ = nullptr;
     std::vector<ucp_rkey_h> rkeys_;
     bool one_sided_ = false;
+    struct Probe {
+        ucp_rkey_h rkey;
+        uint64_t addr, nbytes;
+    };
+    std::vector<Probe> probes_; // last one first
     std::string lanes_, one_sided_lanes_, via_;
 
     uint64_t next_ask_ = 1;

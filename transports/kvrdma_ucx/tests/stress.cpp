@@ -25,7 +25,7 @@ void require(bool holds, const char *what) {
 PeerSpec spec_of(const Transport &producer, const std::vector<uint8_t> &memory, const Registered &region) {
     const Address address = producer.address();
     return {address.worker, address.instance, address.table_addr, address.table_rkey,
-            {{reinterpret_cast<uint64_t>(memory.data()), memory.size(), region.slot, region.cookie, region.rkey}}};
+            {{reinterpret_cast<uint64_t>(memory.data()), memory.size(), region.slot, -1, region.cookie, region.rkey}}};
 }
 
 void read_all(Transport &consumer, uint64_t peer, std::vector<uint8_t> &into, std::atomic<int> &posted) {
