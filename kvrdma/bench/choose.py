@@ -37,14 +37,16 @@ class Candidates:
     def beyond_process(self) -> Candidates:
         """Give those that reach another process; close the others."""
         far: list[Transport] = []
+        near: list[TransportError] = []
         refused = list(self.refused)
         for transport in self.transports:
             if transport.capabilities().reach != "process":
                 far.append(transport)
                 continue
             transport.close()
-            text = f"{transport.name} reaches no further than its own process"
-            refused.append(TransportUnavailableError(text))
+            near.append(TransportUnavailableError(f"{transport.name} reaches no further than its own process"))
+        if not far:
+            refused += near
         return Candidates(tuple(far), tuple(refused))
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ def connect_first(candidates: Candidates, control: Control, cases: Sequence[Case
     try:
         while waiting:
             try:
-                return _first_read(control, waiting.pop(0), cases, options)
+                return _first_read(control, waiting.pop(0), cases, options, tuple(refused))
             except TransportError as error:
                 refused.append(error)
     finally:
@@ -119,14 +121,20 @@ def connect_first(candidates: Candidates, control: Control, cases: Sequence[Case
     raise _summary(refused)
 
 
-def _first_read(control: Control, transport: Transport, cases: Sequence[Case], options: LinkOptions) -> OpenedLink:
+def _first_read(
+    control: Control,
+    transport: Transport,
+    cases: Sequence[Case],
+    options: LinkOptions,
+    refused: tuple[TransportError, ...],
+) -> OpenedLink:
     link = Link(control, transport, max(case.shape.pool_nbytes for case in cases), options)
     try:
         times, wrong = link.read_and_verify(cases[0])
     except BaseException:
         link.close()
         raise
-    return OpenedLink(link, times.total_s, wrong)
+    return OpenedLink(link, times.total_s, wrong, refused)
 
 
 def _summary(refused: Sequence[TransportError]) -> TransportError:

@@ -13,7 +13,7 @@ from kvrdma.bench.patterns import Case, Mismatch, find_mismatch, rows_of
 from kvrdma.bench.pool import Pool, allocate
 from kvrdma.bench.report import CaseReport, LinkReport, Times, case_report
 from kvrdma.bench.spawned_peer import Control
-from kvrdma.errors import KVRDMAError, MessageError, ReadTimeoutError
+from kvrdma.errors import KVRDMAError, MessageError, ReadTimeoutError, TransportError
 from kvrdma.rows import Rows
 from kvrdma.transport import Device, Peer, PeerLost, ReadDone, ReadFailed, Transport, wait
 
@@ -180,6 +180,8 @@ class LinkResult:
     via: str
     """The mechanism that moved the bytes."""
     mismatches: tuple[str, ...]
+    refused: tuple[TransportError, ...] = ()
+    """Why better transports were not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,8 @@ class OpenedLink:
     link: Link
     first_read_s: float
     first_mismatch: Mismatch | None
+    refused: tuple[TransportError, ...] = ()
+    """Why better transports are not used."""
 
 
 def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, Case], None]) -> LinkResult:
@@ -219,4 +223,4 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         first_read_ms=round(opened.first_read_s * 1e3, 4),
         cases=reports,
     )
-    return LinkResult(report, link.peer.via, tuple(wrong))
+    return LinkResult(report, link.peer.via, tuple(wrong), opened.refused)

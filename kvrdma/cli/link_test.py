@@ -159,6 +159,8 @@ def _test(candidates: Candidates, control: Control, test: Test) -> None:
 
 
 def _show(result: LinkResult, test: Test) -> None:
+    for error in result.refused:
+        click.echo(f"not used: {error}", err=True)
     if test.as_json:
         click.echo(json.dumps(result.report.to_builtins()))
     else:

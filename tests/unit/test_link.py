@@ -189,6 +189,7 @@ def test_transports_are_tried_until_one_works() -> None:
         opened = connect_first(Candidates((first, second, third), ()), control, CASES, OPTIONS)
         assert opened.link.transport is second
         assert opened.first_mismatch is None
+        assert [str(error) for error in opened.refused] == ["another host answers"]
         assert (first.closed, third.closed) == (True, True)
         opened.link.close()
 
@@ -244,7 +245,9 @@ def test_auto_orders_by_reach_then_by_one_sidedness(monkeypatch: pytest.MonkeyPa
     assert not found.need_this_process
     far = found.beyond_process()
     assert [each.name for each in far.transports] == ["d", "c", "a"]
-    assert "b reaches no further than its own process" in str(far.refused[-1])
+    assert far.refused == found.refused
+    near = open_candidates("b", OPTIONS).beyond_process()
+    assert (near.transports, [str(e) for e in near.refused]) == ((), ["b reaches no further than its own process"])
     assert open_candidates("b", OPTIONS).need_this_process
     with pytest.raises(TransportUnavailableError, match="f: no library"):
         open_candidates("f", OPTIONS)
