@@ -1,8 +1,8 @@
 """Fills a whole page the cheapest way, in one step or, between transposed and token-major keys, in two.
 
 A CPU page stores each head's keys as ``[D, N]``, other pages as ``[N, D]`` among other things, and no single
-transpose turns one page into the other. Two do: one moves keys and values to their places in the page, one turns
-each head's keys.
+transpose turns one page into the other, or smaller CPU pages into a bigger one. Two do: one moves keys and values
+to their places in the page, one turns each head's keys.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ def page_rows(fmt: PageFormat, shares: Sequence[SourceShare], runs: Runs) -> Tab
 
 def fill_page(fmt: PageFormat, shares: Sequence[SourceShare], runs: Runs, cost: ReadCost) -> PageFill:
     """Choose how to fill a page of which every token is read."""
+    mine = any(_is_transposed(part) for part in fmt.parts)
+    theirs = any(_is_transposed(part) for share in shares for part in share.format.parts)
+    turn = {(True, False): _turn_last, (False, True): _turn_first, (True, True): _turn_parts}.get((mine, theirs))
+    two = turn(fmt, shares, runs, cost) if turn else None
+    if two is not None and mine != theirs and two.price(cost) < fmt.heads * fmt.tokens * cost.row_ns:
+        return two  # one step takes at least a row per head and token
     one = _one_step(fmt, shares, runs, cost)
-    mine = [part for part in fmt.parts if _is_transposed(part)]
-    theirs = [part for share in shares for part in share.format.parts if _is_transposed(part)]
-    if bool(mine) == bool(theirs):
-        return one
-    two = _turn_last(fmt, shares, runs, cost) if mine else _turn_first(fmt, shares, runs, cost)
     return one if two is None or one.price(cost) <= two.price(cost) else two
 
 
@@ -122,6 +123,25 @@ def _turn_first(fmt: PageFormat, shares: Sequence[SourceShare], runs: Runs, cost
         shape = (part.elems, shares[0].format.tokens)
         turns.append((plane, Reshape(shape, (1, 0), part.itemsize, int(places[0]), stride, len(places))))
     return PageFill(fill.rows, (*turns, *fill.reshapes))
+
+
+def _turn_parts(fmt: PageFormat, shares: Sequence[SourceShare], runs: Runs, cost: ReadCost) -> PageFill | None:
+    """Between transposed keys: put whole smaller pages' keys one after the other, then weave each head's."""
+    small = shares[0].format.tokens
+    ratio = fmt.tokens // small
+    whole = (runs.count == small) & (runs.remote_slot == 0) & (runs.slot % small == 0)
+    local, plain = _token_major(fmt), [_token_major(share.format) for share in shares]
+    views = [replace(share, format=p) for share, p in zip(shares, plain, strict=True) if p is not None]
+    if ratio < 2 or not whole.all() or local is None or len(views) < len(shares):
+        return None
+    fill = _one_step(local, views, runs, cost)
+    turns = []
+    for part in fmt.parts:
+        if _is_transposed(part):
+            count, stride = (fmt.heads, part.head_stride) if fmt.heads > 1 else (1, 0)
+            turn = Reshape((ratio, part.elems, small), (1, 0, 2), part.itemsize, part.offset, stride, count)
+            turns.append((part.plane, turn))
+    return PageFill(fill.rows, (*fill.reshapes, *turns))
 
 
 def _landed_keys(rows: Table, shares: Sequence[SourceShare], runs: Runs, name: str) -> tuple[int, Ints] | None:

@@ -160,25 +160,9 @@ class Planner:
         reshapes: dict[tuple[tuple[str, ...], tuple[tuple[int, Reshape], ...]], list[Ints]] = {}
         planned = 0
         for group in self._groups:
-            if group.group >= min(len(local), len(remote)):
-                raise PlanError(
-                    f"layer {group.names[0]} uses KV group {group.group}: got {len(local)} local and "
-                    f"{len(remote)} remote block spans"
-                )
-            spans = local[group.group], remote[group.group]
-            if group.format.kind == "state":
-                spans = BlockSpan(spans[0].ids), BlockSpan(spans[1].ids)
-            wanted = _range_of(group, tokens, spans)
-            here = _page_ids(spans[0], group.pages_per_block, "local")
-            there = _page_ids(spans[1], group.remote_pages_per_block, "remote")
-            _check_remote(group, there, wanted)
+            wanted, here, there = _open_group(group, (local, remote), tokens)
             for pages in _pages(group, here, wanted):
-                planned += _count(group, pages)
-                if planned > MAX_ROWS:
-                    raise PlanError(
-                        f"the request takes over {MAX_ROWS} rows ({_count(group, pages)} for {len(pages.local)} pages "
-                        f"of {group.names[0]}): use equal block sizes and page formats, or pull fewer tokens at a time"
-                    )
+                planned = _count_rows(planned, group, pages)
                 for stream in pages.template.streams:
                     rows[stream.source].append(_fill(group, stream, pages, there))
                 if pages.template.reshapes:
@@ -197,8 +181,36 @@ class Planner:
         return SourceReads(self.sources[index], joined, len(rows))
 
 
-def _count(group: LayerGroup, pages: _Pages) -> int:
-    return len(group.names) * len(pages.local) * sum(len(stream.length) for stream in pages.template.streams)
+def _open_group(
+    group: LayerGroup,
+    blocks: tuple[Sequence[BlockSpan], Sequence[BlockSpan]],
+    tokens: TokenRange | Sequence[TokenRange],
+) -> tuple[TokenRange, _PageIds, _PageIds]:
+    """The token range of a group of layers, and the pages of both sides, checked as far as ids alone allow."""
+    counts = [len(spans) for spans in blocks]
+    if group.group >= min(counts):
+        raise PlanError(
+            f"layer {group.names[0]} uses KV group {group.group}: got {counts[0]} local and {counts[1]} remote "
+            "block spans"
+        )
+    local, remote = (spans[group.group] for spans in blocks)
+    if group.format.kind == "state":
+        local, remote = BlockSpan(local.ids), BlockSpan(remote.ids)
+    wanted = _range_of(group, tokens, (local, remote))
+    there = _page_ids(remote, group.remote_pages_per_block, "remote")
+    _check_remote(group, there, wanted)
+    return wanted, _page_ids(local, group.pages_per_block, "local"), there
+
+
+def _count_rows(planned: int, group: LayerGroup, pages: _Pages) -> int:
+    """Add the rows of these pages to those planned so far, before memory is spent on them."""
+    more = len(group.names) * len(pages.local) * sum(len(stream.length) for stream in pages.template.streams)
+    if planned + more > MAX_ROWS:
+        raise PlanError(
+            f"the request takes over {MAX_ROWS} rows ({more} for {len(pages.local)} pages of {group.names[0]}): use "
+            "equal block sizes and page formats, or pull fewer tokens at a time"
+        )
+    return planned + more
 
 
 def _range_of(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvrdma.plan import ReadCost, TokenRange
-from kvrdma.plan.landing import factorise
+from kvrdma.plan.landing import Unit, _transpose, factorise
 from kvrdma.topology import EngineShape, RankId
 from tests.helpers import kv_oracle as kv
 from tests.helpers.kv_cases import DIRECT, RESHAPE, Case, Group, Ran, run_case
@@ -35,7 +35,15 @@ def test_factorise_finds_every_transpose(ndim: int) -> None:
 
 
 def test_factorise_refuses_what_is_no_transpose() -> None:
-    for source in ([1, 0, 2], [0, 2, 1], [0, 2, 1, 3, 5, 4], [0, 1, 3, 2], [0, 4, 1, 5, 2, 3], [0, 0, 1, 1]):
+    for source in (
+        [0, 2, 4, 6],
+        [1, 0, 2],
+        [0, 2, 1],
+        [0, 2, 1, 3, 5, 4],
+        [0, 1, 3, 2],
+        [0, 4, 1, 5, 2, 3],
+        [0, 0, 1, 1],
+    ):
         assert factorise(np.array(source)) is None
 
 
@@ -97,11 +105,21 @@ def test_dcp_interleave() -> None:
 
 def test_cpu_keys() -> None:
     """Per head (r, D, n) -> (D, r, n) with D = 4, n = 32, r = 2; values, 512 bytes later, land in place."""
-    ran = run_case(one_case(model("CPU", 64, H2), model("CPU", 32, H2), 64))
+    case = replace(one_case(model("CPU", 64, H2), model("CPU", 32, H2), 64), cost=ReadCost(100.0, 0.3))
+    ran = run_case(case)
     (step,) = ran.plan.reshapes
     assert (step.reshape.shape, step.reshape.axes, step.reshape.itemsize) == ((2, 4, 32), (1, 0, 2), 2)
     assert (step.reshape.offset, step.reshape.stride, step.reshape.count) == (0, 1024, 2)
     assert ran.plan.sources[0].rows_before == 2 * (2 + 2)
+
+
+def test_cpu_pages_in_one_row_each() -> None:
+    """(r, H, 2, n D) -> (H, 2, r, n D) first, so that each small page is one row."""
+    ran = run_case(one_case(model("CPU", 64, H2), model("CPU", 32, H2), 64))
+    move, turn = (step.reshape for step in ran.plan.reshapes)
+    assert (move.shape, move.axes, move.itemsize) == ((2, 4, 128), (1, 0, 2), 2)
+    assert (turn.shape, turn.axes, turn.offset, turn.stride, turn.count) == ((2, 4, 32), (1, 0, 2), 0, 1024, 2)
+    assert ran.plan.sources[0].rows_before == 2
 
 
 def test_token_major_into_cpu() -> None:
@@ -162,6 +180,12 @@ def test_every_pair_of_formats(local: str, remote: str) -> None:
         for cost in (DIRECT, RESHAPE):
             engines = model(local, local_block, H2), model(remote, remote_block, EngineShape(2, 2))
             run_case(replace(one_case(*engines, 19), cost=cost))
+
+
+def test_units_must_agree() -> None:
+    """Two units of two 8-byte atoms: the first landed swapped, the second did not."""
+    stretch, inner, landing = np.array([0, 0, 1, 1]), np.array([0, 8, 0, 8]), np.array([0, 8, 8, 0])
+    assert _transpose(stretch, inner, landing, (np.full(4, 8), Unit(0, 16, 2, 16))) is None
 
 
 def test_cost_decides() -> None:
