@@ -15,6 +15,11 @@ from kvrdma.bench.patterns import Case
 from kvrdma.bench.report import CaseReport
 
 _PLAIN_WIDTH = 120
+_MIN_WIDTH = 80
+_LEGEND = (
+    "medians; merged: rows after merging; held: how long posting held the caller; memcpy: share of one thread "
+    "copying the same rows"
+)
 
 
 def size_text(nbytes: int) -> str:
@@ -52,7 +57,7 @@ def _label(case: Case) -> str:
 
 def print_result(result: LinkResult, request: str) -> None:
     """Print the table and what it means."""
-    console = Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+    console = Console(width=max(_MIN_WIDTH, Console().width) if sys.stdout.isatty() else _PLAIN_WIDTH)
     report = result.report
     kind = "one-sided" if report.one_sided else "emulated by the peer's CPU"
     console.print(
@@ -61,19 +66,21 @@ def print_result(result: LinkResult, request: str) -> None:
     if report.ucx:
         console.print(f"UCX {report.ucx['version']} from {report.ucx['library']}", highlight=False)
     console.print(f"connect {report.connect_ms:.1f} ms, first read {report.first_read_ms:.1f} ms")
-    table = Table()
-    table.add_column("pattern")
-    for heading in ("block", "rows", "posted", "moved"):
-        table.add_column(heading, justify="right")
-    times = ("GB/s\nmedian", "GB/s\nbest", "ms\nmedian", "caller held\nµs median", "of memcpy", "bytes")
-    for heading in times:
-        table.add_column(heading, justify="right")
-    for case in report.cases:
-        table.add_row(*_cells(case))
-    console.print(table)
+    console.print(_table(report.cases))
+    console.print(_LEGEND, style="dim")
     if request:
         for case in report.cases:
             console.print(answer(case, request), highlight=False)
+
+
+def _table(cases: Sequence[CaseReport]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("pattern", no_wrap=True)
+    for heading in ("block", "rows", "merged", "MB", "GB/s", "best", "ms", "held µs", "memcpy", "bytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for case in cases:
+        table.add_row(*_cells(case))
+    return table
 
 
 def _cells(case: CaseReport) -> tuple[str, ...]:
@@ -82,12 +89,12 @@ def _cells(case: CaseReport) -> tuple[str, ...]:
         size_text(case.block_bytes),
         str(case.rows),
         str(case.rows_posted),
-        size_text(case.nbytes),
+        f"{case.nbytes / 1e6:.1f}",
         f"{case.gb_per_s.median:.2f}",
         f"{case.gb_per_s.best:.2f}",
         f"{case.total_ms.median:.2f}",
         f"{case.blocking_us.median:.0f}",
-        f"{case.memcpy_ratio:.2f}",
+        f"{case.memcpy_ratio:.2f}x",
         "verified" if case.verified else "[bold red]WRONG[/]",
     )
 
