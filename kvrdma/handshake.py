@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypedDict
 
 import msgspec
 
@@ -66,6 +67,27 @@ def remote_shape(local: EngineShape, reference: PullReference) -> EngineShape:
         interleave=reference.interleave,
         is_mla=local.is_mla,
         dcp_across_tp=reference.dcp_across_tp,
+    )
+
+
+class Sizes(TypedDict):
+    """What a reference says of the producer's shape."""
+
+    tp_size: int
+    dcp_size: int
+    pp_size: int
+    interleave: int
+    dcp_across_tp: bool
+
+
+def sizes_of(shape: EngineShape) -> Sizes:
+    """Say in a reference how an engine is split; ``remote_shape`` reads it."""
+    return Sizes(
+        tp_size=shape.tp_size,
+        dcp_size=shape.dcp_size,
+        pp_size=max(1, len(shape.stages)),
+        interleave=shape.interleave,
+        dcp_across_tp=shape.dcp_across_tp,
     )
 
 

@@ -2,17 +2,25 @@
 
 The producer holds a request's blocks under a *lease*, and keeps one 64-bit word per lease in a registered
 table: ``generation << 1 | valid``. It clears the valid bit before the blocks can be used for anything else. A
-consumer reads the word one-sided after its data has arrived: only the live word of its own generation makes the
-pull a success. Generations only grow, also across restarts (they start at the time of day in microseconds), so
-a slot can be reused at once.
+consumer reads the word one-sided before its first read of data is posted and again after the last has arrived:
+only if both times it is the live word of its own generation is the pull a success. A generation that was revoked
+never comes back, so the word was live all the while, and so were the blocks. (The word afterwards alone does not
+do: data read before the producer had published would be taken for the request's.)
+
+Within a process generations only grow, so a slot can be reused at once; a process starts at a random one, so that
+messages meant for its predecessor at the same address name no lease of its own, whatever the clock says.
+
+Why the order of stores holds: both the revocation and the store that reuses a block are aligned, and whoever
+reuses a block has heard of the end through a lock, a queue or a kernel launch, each of which orders stores. A
+reader that sees the new bytes therefore sees the revoked word when it looks later.
 
 Everything but the table itself is pure: times are arguments, on the producer's clock alone.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict, deque
+import secrets
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,8 +31,11 @@ import numpy as np
 from kvrdma.errors import ConfigError, LeaseError
 
 WORD_NBYTES = 8
-_MAX_EARLY = 4096
-_MAX_CONSUMERS = 1024
+_FIRST_GENERATIONS = range(1 << 32, 1 << 51)
+"""Far below 2**53, which JSON parsers of proxies still read exactly."""
+_MAX_EARLY = 65_536
+_MAX_READERS = 16_384
+_SPARE_CONSUMERS = 64
 
 
 class LeaseKey(NamedTuple):
@@ -66,8 +77,8 @@ class FenceTable:
             raise ConfigError(f"fence slots={slots}: use 1 to {1 << 20}")
         self._slots = slots
         self._words = np.zeros(slots + spare, np.uint64)
-        self._free = deque(range(slots))
-        self._generation = time.time_ns() // 1000
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
+        self._generation = _FIRST_GENERATIONS.start + secrets.randbelow(len(_FIRST_GENERATIONS))
 
     @property
     def addr(self) -> int:
@@ -82,6 +93,16 @@ class FenceTable:
     def __len__(self) -> int:
         return self._slots
 
+    @property
+    def spare(self) -> int:
+        """How many spare words there are, behind the others."""
+        return len(self._words) - self._slots
+
+    def clear_spare(self, slot: int) -> int:
+        """Make a spare word say nothing, before a read lands in it; returns its address."""
+        self._words[slot] = 0
+        return self.addr + WORD_NBYTES * slot
+
     def allocate(self) -> LeaseKey:
         """Take a free slot and a generation that no lease had before; its word is not live yet.
 
@@ -93,10 +114,16 @@ class FenceTable:
                 f"all {len(self)} leases are taken: consumers do not finish, or the setting fence_slots is too small"
             )
         self._generation += 1
-        return LeaseKey(self._free.popleft(), self._generation)
+        return LeaseKey(self._free.popitem(last=False)[0], self._generation)
+
+    def take(self, key: LeaseKey) -> None:
+        """Take the slot of a lease that another rank allocated, if it is free."""
+        self._free.pop(key.slot, None)
+        self._generation = max(self._generation, key.generation)
 
     def make_live(self, key: LeaseKey) -> None:
         """Let consumers succeed with ``key`` from now on."""
+        self._words[key.slot] = key.generation << 1  # first, so that no torn read joins an old generation and the bit
         self._words[key.slot] = key.generation << 1 | 1
 
     def revoke(self, key: LeaseKey) -> None:
@@ -104,8 +131,8 @@ class FenceTable:
         self._words[key.slot] = key.generation << 1
 
     def release(self, key: LeaseKey) -> None:
-        """Give back a slot from ``allocate``, revoked."""
-        self._free.append(key.slot)
+        """Give back a slot from ``allocate`` or ``take``, revoked."""
+        self._free[key.slot] = None
 
     def word(self, slot: int) -> int:
         """Read a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
@@ -128,6 +155,11 @@ class _Lease:
     readers: dict[str, frozenset[int]] = field(default_factory=dict)
     """By consumer engine: which of its ranks read this rank."""
     done: set[tuple[str, int]] = field(default_factory=set)
+
+    def has_room(self, readers: int) -> bool:
+        """Bound what invented consumers can make us remember."""
+        known = sum(map(len, self.readers.values()))
+        return len(self.readers) < self.consumers + _SPARE_CONSUMERS and known + readers <= _MAX_READERS
 
     def is_done(self) -> bool:
         finished = (all((engine, rank) in self.done for rank in ranks) for engine, ranks in self.readers.items())
@@ -155,8 +187,9 @@ class LeaseBook:
         self._lease_s = lease_s
         self._leases: dict[LeaseKey, _Lease] = {}
         self._keys: dict[Hashable, LeaseKey] = {}
-        self._own: set[LeaseKey] = set()
+        self._by_slot: dict[int, LeaseKey] = {}
         self._early: OrderedDict[LeaseKey, list[tuple[str, int, frozenset[int]]]] = OrderedDict()
+        self._early_size = 0
         self._ended: list[Ended] = []
 
     def __len__(self) -> int:
@@ -172,7 +205,8 @@ class LeaseBook:
             request_id: any hashable; one live publication each.
             now_s: time on the producer's clock.
             consumers: how many consumer engines will read it.
-            key: the lease that another rank of this engine allocated for the same request; its own otherwise.
+            key: the lease that another rank of this engine allocated for the same request; its own otherwise. An
+                older lease that still has the slot here ends as expired: its rank has moved on.
 
         Raises:
             LeaseError: the request is published already, or the slot is taken or does not exist.
@@ -181,18 +215,25 @@ class LeaseBook:
             raise LeaseError(f"request {request_id!r} is published already: withdraw it first")
         if consumers < 1:
             raise LeaseError(f"request {request_id!r}: consumers={consumers}, needs at least 1")
-        if key is None:
-            key = self._table.allocate()
-            self._own.add(key)
-        elif not 0 <= key.slot < len(self._table) or any(key.slot == other.slot for other in self._leases):
-            raise LeaseError(f"request {request_id!r}: slot {key.slot} of {len(self._table)} is taken or absent")
-        elif self._table.word(key.slot) >> 1 >= key.generation:
-            raise LeaseError(f"request {request_id!r}: lease {key} has ended already")
+        adopted = key is not None
+        key = self._table.allocate() if key is None else self._adopt(request_id, key)
         self._table.make_live(key)
         self._leases[key] = _Lease(request_id, now_s + self._lease_s, consumers)
         self._keys[request_id] = key
-        for consumer, rank, readers in self._early.pop(key, []):
-            self.done(key, consumer, rank, readers)
+        self._by_slot[key.slot] = key
+        for consumer, rank, readers in self._take_early(key):
+            if adopted:  # nobody can have known a lease of our own before
+                self.done(key, consumer, rank, readers)
+        return key
+
+    def _adopt(self, request_id: Hashable, key: LeaseKey) -> LeaseKey:
+        if not 0 <= key.slot < len(self._table):
+            raise LeaseError(f"request {request_id!r}: slot {key.slot} of {len(self._table)} does not exist")
+        if self._table.word(key.slot) >> 1 >= key.generation:
+            raise LeaseError(f"request {request_id!r}: lease {key} has ended already, or its slot is taken")
+        if key.slot in self._by_slot:
+            self._end(self._by_slot[key.slot], End.EXPIRED)
+        self._table.take(key)
         return key
 
     def done(self, key: LeaseKey, consumer: str, rank: int, readers: Iterable[int]) -> bool:
@@ -211,9 +252,9 @@ class LeaseBook:
         if lease is None:
             self._remember(key, consumer, rank, frozenset(readers))
             return False
-        if len(lease.readers) >= _MAX_CONSUMERS and consumer not in lease.readers:
-            return False
         ranks = lease.readers.get(consumer) or frozenset(readers)
+        if consumer not in lease.readers and not lease.has_room(len(ranks)):
+            return False
         if (consumer, rank) in lease.done or rank not in ranks:
             return False
         lease.readers[consumer] = ranks
@@ -226,8 +267,14 @@ class LeaseBook:
         if not 0 <= key.slot < len(self._table) or self._table.word(key.slot) >> 1 >= key.generation:
             return  # it has ended, or never was
         self._early.setdefault(key, []).append((consumer, rank, readers))
-        while sum(map(len, self._early.values())) > _MAX_EARLY:
-            self._early.popitem(last=False)
+        self._early_size += 1 + len(readers)
+        while self._early_size > _MAX_EARLY:
+            self._take_early(next(iter(self._early)))
+
+    def _take_early(self, key: LeaseKey) -> list[tuple[str, int, frozenset[int]]]:
+        messages = self._early.pop(key, [])
+        self._early_size -= sum(1 + len(readers) for _, _, readers in messages)
+        return messages
 
     def renew(self, keys: Iterable[LeaseKey], now_s: float) -> int:
         """Extend the leases that a consumer still needs; returns how many of them are live."""
@@ -259,6 +306,16 @@ class LeaseBook:
         """When ``expire`` has something to do at the earliest."""
         return min((lease.deadline_s for lease in self._leases.values()), default=None)
 
+    def withdraw_all(self) -> None:
+        """End every publication now."""
+        for key in list(self._leases):
+            self._end(key, End.WITHDRAWN)
+
+    @property
+    def remembered(self) -> int:
+        """Count the messages that came before their lease, with the ranks they name."""
+        return self._early_size
+
     def take_ended(self) -> list[Ended]:
         """Return what has ended since the last call; its blocks may be reused."""
         ended, self._ended = self._ended, []
@@ -268,7 +325,6 @@ class LeaseBook:
         self._table.revoke(key)  # before anybody can hear that the blocks are free
         lease = self._leases.pop(key)
         del self._keys[lease.request_id]
-        if key in self._own:
-            self._own.remove(key)
-            self._table.release(key)
+        del self._by_slot[key.slot]
+        self._table.release(key)
         self._ended.append(Ended(lease.request_id, how))

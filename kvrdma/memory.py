@@ -36,7 +36,7 @@ class RegisteredMemory:
         self._tensors = dict(tensors)
         self._regions: dict[str, list[Region]] = {}
         self.refused: dict[str, str] = {}
-        devices = _devices(tensors)
+        devices = devices_of(tensors)
         wanted = [(store.addr, store.nbytes, _device_at(devices, store.addr)) for store in layout.regions]
         wanted.append((*fence, Device()))
         self._transports: dict[str, Transport] = {}
@@ -85,8 +85,8 @@ def _register_all(transport: Transport, wanted: Sequence[tuple[int, int, Device]
     return regions
 
 
-def _devices(tensors: Mapping[str, Any]) -> list[tuple[int, Device]]:
-    """Address and device of every tensor."""
+def devices_of(tensors: Mapping[str, Any]) -> list[tuple[int, Device]]:
+    """Give address and device of every tensor, in order."""
     found = []
     for tensor in tensors.values():
         for plane in tensor if isinstance(tensor, tuple | list) else (tensor,):

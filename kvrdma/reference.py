@@ -7,13 +7,18 @@ anybody's hands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
+import numpy as np
 
-from kvrdma.errors import MessageError
+from kvrdma.errors import MessageError, PlanError
 from kvrdma.lease import LeaseKey
+from kvrdma.plan import BlockSpan
+from kvrdma.plan.tokens import Ints
+
+_MAX_ID = 1 << 31
 
 Small: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -131,8 +136,41 @@ class PullReference(msgspec.Struct, frozen=True):
 
 
 def groups_of(blocks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Accept one list of block ids or one per KV group; give one tuple per group."""
-    nested = [block for block in blocks if isinstance(block, Sequence)]
-    if nested and len(nested) == len(blocks):
-        return tuple(tuple(int(block) for block in group) for group in nested)
-    return (tuple(int(block) for block in blocks if not isinstance(block, Sequence)),)
+    """Accept one list of block ids or one per KV group; give one tuple per group.
+
+    Raises:
+        PlanError: something is no block id.
+    """
+    return tuple(tuple(ids.tolist()) for ids in _arrays(blocks))
+
+
+def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpan]) -> list[BlockSpan]:
+    """Accept block ids as ``groups_of``, or spans; give one span per group.
+
+    Raises:
+        PlanError: something is no block id.
+    """
+    if len(blocks) and isinstance(blocks[0], BlockSpan):
+        return [span for span in blocks if isinstance(span, BlockSpan)]
+    return [BlockSpan(ids) for ids in _arrays(blocks)]  # type: ignore[arg-type]
+
+
+def id_text(request_id: Hashable) -> str:
+    """Make a request id, whatever it is, into text that survives JSON; for people."""
+    return str(request_id)[:4096].encode("utf-8", "replace").decode()
+
+
+def _arrays(blocks: Sequence[int] | Sequence[Sequence[int]]) -> list[Ints]:
+    nested = len(blocks) and hasattr(blocks[0], "__len__")
+    return [_ids(group) for group in (blocks if nested else [blocks])]
+
+
+def _ids(group: object) -> Ints:
+    try:
+        given = np.asarray(group)
+    except ValueError:  # a ragged list
+        given = np.empty((0, 0))
+    ids = given.astype(np.int64) if given.dtype.kind in "iu" or not given.size else given
+    if ids.ndim != 1 or ids.dtype.kind != "i" or (ids.size and int(given.max()) >= _MAX_ID):
+        raise PlanError(f"block ids must be one list of integers below {_MAX_ID} per KV group, got {group!r:.80}")
+    return ids

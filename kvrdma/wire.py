@@ -113,7 +113,7 @@ class RankDescription(msgspec.Struct, frozen=True, array_like=True):
 
     engine_id: Name
     generation: Count
-    """Of the process: grows with every start."""
+    """Of the engine: another one after every start, and after that of any of its ranks."""
     rank: RankPair
     host: Name
     """With ``port``: the rank's mailbox."""
@@ -125,6 +125,8 @@ class RankDescription(msgspec.Struct, frozen=True, array_like=True):
     offers: dict[Name, TransportOffer]
     kvrdma: Name = ""
     """Version, for people."""
+    start: Count = 0
+    """Of the rank's process: another one after every start."""
 
 
 class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -144,6 +146,14 @@ class AnnounceRank(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Tell the engine's side channel about a rank that lives in another process."""
 
     rank: RankDescription
+
+
+class RankAnnounced(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The rank is known now; references name this generation of the engine."""
+
+    generation: Count
+    ranks: Count
+    """How many are known."""
 
 
 class LeaseDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -203,6 +213,7 @@ Message: TypeAlias = (
     | DescribeRanks
     | RanksDescribed
     | AnnounceRank
+    | RankAnnounced
     | LeaseDone
     | Heartbeat
     | Goodbye

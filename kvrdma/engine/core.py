@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
-import select
+import secrets
 import threading
 import time
-import weakref
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 from kvrdma import __version__, handshake
 from kvrdma.config import Config
+from kvrdma.engine.background import Background
 from kvrdma.engine.consumer import Consumer
-from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased, Stats
-from kvrdma.engine.links import Home
-from kvrdma.engine.peers import Peers
+from kvrdma.engine.events import Event, Stats
+from kvrdma.engine.links import Home, asking, connect_engine
+from kvrdma.engine.loop import Loop
+from kvrdma.engine.opening import open_transports, refuse_digests, transport_lines
+from kvrdma.engine.parts import Parts
+from kvrdma.engine.peers import MAX_HANDSHAKES, Peers
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
+from kvrdma.engine.reports import Reports
 from kvrdma.engine.shape import Shaper
-from kvrdma.errors import ConfigError, PlanError, PullError, TransportClosedError, TransportError
+from kvrdma.engine.tenant import Tenant
+from kvrdma.errors import MessageError, PlanError, PullAbortedError, PullError, TransportClosedError
 from kvrdma.handshake import Identity
 from kvrdma.layout import KVLayout, TokenShare
 from kvrdma.lease import FenceTable, LeaseBook, LeaseKey
@@ -31,31 +34,18 @@ from kvrdma.mailbox import Outbox
 from kvrdma.memory import RegisteredMemory
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, TokenRange
-from kvrdma.reference import PullReference, groups_of
+from kvrdma.reference import PullReference, groups_of, id_text, spans_of
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
-from kvrdma.transport import Transport, installed_transports, open_transport
-from kvrdma.wire import AnnounceRank, RankDescription
+from kvrdma.transport import Transport
+from kvrdma.wire import AnnounceRank, RankAnnounced, RankDescription
 
 _SPARE_WORDS = 16_384
 _CLOSE_S = 5.0
-_EXPIRY_S = 0.05
+_HOUSEKEEPING_S = 1.0
+_HOLD_S = 600.0
+_TICK_S = (0.02, 0.5)
+"""Shortest and longest time between two looks at leases and heartbeats."""
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Parts:
-    """What the two sides of an engine share."""
-
-    home: Home
-    fence: FenceTable
-    spare_words: int
-    shaper: Shaper
-    outbox: Outbox
-    stats: Stats
-    clock: Callable[[], float]
-    run: Callable[[Callable[[], None]], None]
-    report: Callable[[Event], None]
-    peers: Peers
 
 
 class Engine:
@@ -93,90 +83,83 @@ class Engine:
         """
         self.config = config or Config.from_env()
         self.identity = identity
-        self.generation = time.time_ns() // 1000
-        self.stats_now = Stats()
-        self._clock: Callable[[], float] = time.monotonic
-        self._events: deque[Event] = deque()
-        self._events_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._work: deque[Callable[[], None]] = deque()
-        self._work_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        for fd in (self._events_fd, self._work_fd):
-            weakref.finalize(self, os.close, fd)
-        self._pulling: set[Hashable] = set()
+        self._start_id = 1 + secrets.randbelow(1 << 52)
+        self._stats = Stats()
+        self._reports = Reports()
+        self._lock = threading.Lock()
         self._defect: BaseException | None = None
-        self._closing = threading.Event()
-        self._close_lock = threading.Lock()
-        self._closed = False
-        self.refused: dict[str, str] = {}
+        self._closing, self._closed = threading.Event(), False
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
         self.layout = KVLayout.from_tensors(caches, specs, share)
+        refuse_digests(self.config, caches)
         self._fence = FenceTable(self.config.fence_slots, _SPARE_WORDS)
-        opened = list(transports) if transports is not None else self._open_transports()
-        self._opened = opened
+        self._opened, self.refused = (list(transports), {}) if transports is not None else open_transports(self.config)
         try:
-            self._memory = RegisteredMemory(opened, self.layout, caches, (self._fence.addr, self._fence.nbytes))
+            self._memory = RegisteredMemory(self._opened, self.layout, caches, (self._fence.addr, self._fence.nbytes))
             self._start(caches, leader)
         except BaseException:
-            for transport in opened:
+            for transport in self._opened:
                 transport.close()
             raise
 
-    def _open_transports(self) -> list[Transport]:
-        opened: list[Transport] = []
-        for name in self.config.transports or sorted(installed_transports()):
-            try:
-                transport = open_transport(name, require_one_sided=self.config.require_one_sided)
-            except TransportError as error:
-                if self.config.transports:
-                    raise
-                self.refused[name] = str(error)
-                continue
-            if transport.capabilities().reach == "process" and not self.config.transports:
-                transport.close()
-            else:
-                opened.append(transport)
-        if not opened:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.refused.items())
-            raise ConfigError(f"no transport works here: {reasons}")
-        return opened
-
     def _start(self, caches: Mapping[str, Any], leader: Endpoint | None) -> None:
         book = LeaseBook(self._fence, self.config.lease_s)
-        self._producer = Producer(book, self.stats_now, self._clock, self._report)
+        self._producer = Producer(book, self._stats, time.monotonic, self._reports.add)
         bind = Endpoint.parse(self.config.bind)
         self._server = SideChannelServer(bind, self._producer.answer, self.config.secret, insecure=self.config.insecure)
-        self.endpoint = Endpoint(self.config.advertise or self._server.endpoint.host, self._server.endpoint.port)
-        self.side_channel = leader or self.endpoint
-        description = self.description()
-        self._producer.describe_as(description, self.layout)
-        home = Home(self.config, self.identity, self.layout, self._memory.transports)
-        self._outbox = Outbox(self.config.secret)
-        self._peers = Peers(home, self.stats_now, self._run, self._clock)
-        self._consumer = Consumer(
+        self._outbox: Outbox | None = None
+        try:
+            self.endpoint = Endpoint(self.config.advertise or self._server.endpoint.host, self._server.endpoint.port)
+            self.side_channel = leader or self.endpoint
+            digest_of = self.layout if self.config.verify == "digest" else None
+            self._producer.describe_as(self.description(), self.identity.shape, digest_of)
+            if leader is not None:
+                self.announce(leader)
+            self._outbox = Outbox(self.config.secret)
+            self._consumer = self._new_consumer(self._outbox, caches)
+        except BaseException:
+            self._server.close()
+            if self._outbox is not None:
+                self._outbox.close()
+            raise
+        self._threads = [
+            threading.Thread(target=target, name=f"kvrdma {name}", daemon=True)
+            for name, target in (("data", self._move_data), ("clock", self._watch_clock))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _new_consumer(self, outbox: Outbox, caches: Mapping[str, Any]) -> Consumer:
+        self._loop = Loop(list(self._memory.transports.values()), time.monotonic)
+        self._handshakes = Background("handshake", MAX_HANDSHAKES)
+        self._work = Background("reshape", 1)
+        ask = asking(self.config)
+        home = Home(self.config, self.identity, self.layout, self._memory.transports, ask)
+        self._peers = Peers(
+            self.config, lambda ref: connect_engine(home, ref), self._handshakes.run, self._loop, self._stats
+        )
+        self._tenant = Tenant(outbox, self.identity, time.monotonic)
+        return Consumer(
             Parts(
-                home=home,
+                config=self.config,
+                loop=self._loop,
                 fence=self._fence,
-                spare_words=_SPARE_WORDS,
-                shaper=Shaper(self.layout, caches),
-                outbox=self._outbox,
-                stats=self.stats_now,
-                clock=self._clock,
-                run=self._run,
-                report=self._report,
                 peers=self._peers,
+                tenant=self._tenant,
+                stats=self._stats,
+                ask=ask,
+                finish=Shaper(self.layout, caches).finish,
+                background=self._work.run,
+                report=self._reports.add,
             )
         )
-        self._thread = threading.Thread(target=self._move_data, name="kvrdma data", daemon=True)
-        self._thread.start()
-        if leader is not None:
-            self.announce(leader)
 
     def description(self) -> RankDescription:
         """Give what a consumer needs to know of this rank."""
         return RankDescription(
             engine_id=self.identity.engine_id,
-            generation=self.generation,
+            generation=self._producer.generation,
             rank=(self.identity.rank.pp_rank, self.identity.rank.rank),
             host=self.endpoint.host,
             port=self.endpoint.port,
@@ -184,6 +167,7 @@ class Engine:
             layout=handshake.pack_layout(self.layout),
             offers=self._memory.offers(),
             kvrdma=__version__,
+            start=self._start_id,
         )
 
     def announce(self, leader: Endpoint) -> None:
@@ -193,7 +177,10 @@ class Engine:
             ControlError: it does not answer, or is of another engine.
         """
         with SideChannelClient(leader, self.config.secret) as client:
-            client.request(AnnounceRank(self.description()), self.config.control_timeout_s)
+            reply = client.request(AnnounceRank(self.description()), self.config.control_timeout_s)
+        if not isinstance(reply, RankAnnounced):
+            raise MessageError(f"{leader} answered {type(reply).__name__} to the announcement of a rank")
+        self._producer.generation = reply.generation
 
     # Producer
 
@@ -228,23 +215,18 @@ class Engine:
         if num_tokens < 0 or any(block < 0 for group in groups for block in group):
             raise PlanError(f"request {request_id!r}: num_tokens {num_tokens} and block ids must not be negative")
         key = self._producer.publish(request_id, consumers, lease)
-        shape = self.identity.shape
         return PullReference(
             engine_id=self.identity.engine_id,
-            engine_generation=self.generation,
+            engine_generation=self._producer.generation,
             host=self.side_channel.host,
             port=self.side_channel.port,
             lease=key,
             num_tokens=num_tokens,
             blocks=groups,
             first_blocks=tuple(first_blocks) or (0,) * len(groups),
-            request_id=str(request_id)[:4096],
+            request_id=id_text(request_id),
             lease_s=self.config.lease_s,
-            tp_size=shape.tp_size,
-            dcp_size=shape.dcp_size,
-            pp_size=max(1, len(shape.stages)),
-            interleave=shape.interleave,
-            dcp_across_tp=shape.dcp_across_tp,
+            **handshake.sizes_of(self.identity.shape),
         )
 
     def withdraw(self, request_id: Hashable) -> bool:
@@ -279,57 +261,54 @@ class Engine:
             PlanError: more tokens are asked for than were published.
             PullError: a pull of that id is under way.
         """
-        self._require_open()
-        if not isinstance(reference, PullReference):
-            reference = PullReference.from_params(reference)
+        reference = _reference(reference)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
         for span in [wanted] if isinstance(wanted, TokenRange) else wanted:
             if not 0 <= span.start <= span.end <= reference.num_tokens:
                 raise PlanError(f"pull {request_id!r}: tokens {span} of {reference.num_tokens} published ones")
-        if request_id in self._pulling:
-            raise PullError(f"pull {request_id!r} is under way: one at a time")
-        now_s = self._clock()
+        now_s = time.monotonic()
         seconds = self.config.pull_timeout_s if timeout_s is None else timeout_s
-        self._pulling.add(request_id)
-        pull = Wanted(request_id, reference, _spans(blocks), wanted, now_s, now_s + seconds)
-        self._run(lambda: self._consumer.start(pull))
+        pull = Wanted(request_id, reference, spans_of(blocks), wanted, now_s, now_s + seconds)
+        self._reports.owe(request_id)  # from here on it is reported, whatever happens
+        self._loop.run(lambda: self._consumer.start(pull))
 
     def abort(self, request_id: Hashable) -> None:
         """Give up a pull: it ends as failed, once nothing can write for it any more. Unknown ids are ignored."""
-        self._run(lambda: self._consumer.abort(request_id))
+        self._loop.run(lambda: self._consumer.abort(request_id))
 
-    def hold(self, request_id: Hashable, reference: PullReference) -> None:
-        """Keep the producer's lease alive until the request is pulled, declined or aborted."""
-        self._run(lambda: self._consumer.hold(request_id, reference))
+    def hold(
+        self, request_id: Hashable, reference: PullReference | Mapping[str, Any], *, for_s: float = _HOLD_S
+    ) -> None:
+        """Keep the producer's lease alive until the request is pulled, declined or aborted, at most for ``for_s``.
 
-    def decline(self, reference: PullReference) -> None:
+        Nothing is reported, also if the producer cannot be reached.
+        """
+        known = _reference(reference)
+        self._loop.run(lambda: self._consumer.hold(request_id, known, for_s))
+
+    def decline(self, reference: PullReference | Mapping[str, Any]) -> None:
         """Tell the producer that this rank will not read; nothing is reported."""
-        self._run(lambda: self._consumer.decline(reference))
+        known = _reference(reference)
+        self._loop.run(lambda: self._consumer.decline(known))
 
     # What happened
 
     def poll(self) -> list[Event]:
         """Return what has ended since the last call: pulls and publications, each once."""
-        self._clear(self._events_fd)  # before looking: what comes later makes it readable again
-        events: list[Event] = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return self._reports.poll()
 
     def fileno(self) -> int:
         """Give a descriptor that is readable when ``poll`` may have something."""
-        return self._events_fd
+        return self._reports.fileno()
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
-        deadline_s = time.monotonic() + timeout_s
-        while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
-            select.select([self._events_fd], [], [], left_s)
-        return events
+        return self._reports.wait(timeout_s)
 
     def stats(self) -> dict[str, int]:
         """Give counts since the start, and the sizes of everything that is empty when nothing goes on."""
-        return {**asdict(self.stats_now), **self._consumer.counts, "leases": len(self._producer)}
+        sizes = {**asdict(self._consumer.counts()), **self._producer.counts()}
+        return {**asdict(self._stats), **sizes, "connecting": self._peers.connecting, "peers": len(self._peers.ready())}
 
     def describe(self) -> str:
         """Describe the engine and its peers for people."""
@@ -337,34 +316,39 @@ class Engine:
             f"engine {self.identity.engine_id} rank {tuple(self.identity.rank)} at {self.endpoint}, "
             f"{len(self.layout.layers)} layers in {len(self.layout.regions)} regions, kvrdma {__version__}"
         )
-        lines = [head]
-        for name, transport in self._memory.transports.items():
-            able = transport.capabilities()
-            kind = "one-sided" if able.one_sided else "served by the peer's CPU"
-            details = ", ".join(f"{key} {value}" for key, value in able.details.items())
-            lines.append(f"  transport {name}: {kind}, reach {able.reach}{', ' + details if details else ''}")
-        lines += [
-            f"  transport {name}: refused: {why}" for name, why in {**self.refused, **self._memory.refused}.items()
-        ]
-        lines += [f"  peer {peer.engine_id}: {' | '.join(peer.why)}" for peer in self._peers.ready()]
-        return "\n".join(lines)
+        refused = {**self.refused, **self._memory.refused}
+        return "\n".join([head, *transport_lines(self._memory.transports, refused, self._peers.ready())])
 
     # Life
 
     def close(self) -> None:
-        """Revoke every lease, fail every pull, stop. Takes at most some seconds whatever peers do. Idempotent."""
-        with self._close_lock:
+        """Revoke every lease, fail every pull, stop. Takes at most some seconds whatever peers do. Idempotent.
+
+        What ends by it can still be polled.
+
+        Raises:
+            BaseException: the defect by which the side channel ended, if it did.
+        """
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
+        self._reports.close()
+        assert self._outbox
         self._producer.close(self._fence)
         self._closing.set()
-        os.eventfd_write(self._work_fd, 1)
-        self._thread.join(_CLOSE_S)
+        self._loop.run(lambda: None)
+        for thread in self._threads:
+            thread.join(_CLOSE_S)
         for transport in self._opened:
             transport.close()
-        self._server.close()
-        self._outbox.close()
+        self._report_the_rest()
+        for background in (self._handshakes, self._work):
+            background.close(timeout_s=0.1)
+        try:
+            self._server.close()
+        finally:
+            self._outbox.close()
 
     def __enter__(self) -> Self:
         """Use as a context manager: closed at the end."""
@@ -382,61 +366,39 @@ class Engine:
         if self._defect is not None:
             raise PullError(f"engine {self.identity.engine_id} was ended by a defect: {self._defect!r}")
 
-    def _run(self, work: Callable[[], None]) -> None:
-        """Run something in the data thread."""
-        self._work.append(work)
-        os.eventfd_write(self._work_fd, 1)
-
-    def _report(self, event: Event) -> None:
-        if isinstance(event, PullDone | PullReleased) or (isinstance(event, PullFailed) and not event.quarantined):
-            self._pulling.discard(event.request_id)
-        self._events.append(event)
-        os.eventfd_write(self._events_fd, 1)
-
-    @staticmethod
-    def _clear(fd: int) -> None:
-        try:
-            os.eventfd_read(fd)
-        except BlockingIOError:
-            return
-
     def _move_data(self) -> None:
+        housekeeping_s = time.monotonic()
         try:
-            self._move_data_until_closed()
+            while not self._closing.is_set():
+                self._loop.step(_HOUSEKEEPING_S, self._consumer.take)
+                if time.monotonic() - housekeeping_s > _HOUSEKEEPING_S:
+                    housekeeping_s = time.monotonic()
+                    self._consumer.drop_idle_peers()
         except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
             self._defect = error
             _log.exception("engine %s is ended by a defect", self.identity.engine_id)
-        self._shut_down(list(self._memory.transports.values()))
-
-    def _move_data_until_closed(self) -> None:
-        poller = select.poll()
-        poller.register(self._work_fd, select.POLLIN)
-        transports = list(self._memory.transports.values())
-        for transport in transports:
-            poller.register(transport.fileno(), select.POLLIN)
-        while not self._closing.is_set():
-            self._producer.expire()
-            poller.poll(1e3 * min(self._consumer.run_timers(), _EXPIRY_S * 2))
-            self._clear(self._work_fd)
-            while self._work:
-                self._work.popleft()()
-            for transport in transports:
-                for completion in transport.poll():
-                    self._consumer.take(transport, completion)
-
-    def _shut_down(self, transports: Sequence[Transport]) -> None:
         self._consumer.close()
-        threads = self._peers.close()
-        for thread in threads:
-            thread.join(0.1)
-        for transport in transports:
+        self._peers.close()
+        for transport in self._opened:
             transport.close()
-            for completion in transport.poll():
-                self._consumer.take(transport, completion)
+        self._loop.collect(self._consumer.take)
+        self._consumer.abandon()
+        if self._defect is not None:
+            self._reports.close()
+            self._report_the_rest()
+
+    def _watch_clock(self) -> None:
+        """End leases and renew those of others, whatever the data thread is busy with."""
+        wait_s = 0.0
+        while not self._closing.wait(wait_s):
+            next_s = min(self._producer.expire(), self._tenant.beat())
+            wait_s = min(max(next_s, _TICK_S[0]), _TICK_S[1])
+
+    def _report_the_rest(self) -> None:
+        """Report pulls that never got to the data thread, or were lost by its defect."""
+        why = "closed" if self._defect is None else f"ended by a defect: {self._defect!r}"
+        self._reports.fail_the_rest(PullAbortedError(f"engine {self.identity.engine_id} was {why}"))
 
 
-def _spans(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpan]) -> list[BlockSpan]:
-    given = list(blocks)
-    if given and all(isinstance(each, BlockSpan) for each in given):
-        return [each for each in given if isinstance(each, BlockSpan)]
-    return [BlockSpan(ids) for ids in groups_of(given)]  # type: ignore[arg-type]
+def _reference(given: PullReference | Mapping[str, Any]) -> PullReference:
+    return given if isinstance(given, PullReference) else PullReference.from_params(given)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvrdma.config import Config
-from kvrdma.errors import DataError, KVRDMAError, MessageError
+from kvrdma.engine.links import Ask
+from kvrdma.errors import DataError, MessageError
+from kvrdma.layout import KVLayout
 from kvrdma.rows import LENGTH, LOCAL, Rows
-from kvrdma.sidechannel import SideChannelClient
 from kvrdma.wire import DigestRows, RowDigests
 
 if TYPE_CHECKING:
     from kvrdma.engine.pull import Pull
 
-_ROWS_PER_MESSAGE = 65_536
+_ROWS_PER_MESSAGE = 16_384
+_ROW_NBYTES = 24
 
 
 def digests_of(addresses: Iterator[tuple[int, int]]) -> npt.NDArray[np.uint32]:
@@ -28,34 +28,39 @@ def digests_of(addresses: Iterator[tuple[int, int]]) -> npt.NDArray[np.uint32]:
     return np.array([zlib.crc32((ctypes.c_char * length).from_address(addr)) for addr, length in addresses], np.uint32)
 
 
-def compare_digests(config: Config, pull: Pull, then: Callable[[KVRDMAError | None], None]) -> None:
-    """Compare every row of a landed pull in a thread of its own; ``then`` gets the first difference, or None."""
+def compare_digests(ask: Ask, pull: Pull) -> None:
+    """Compare every row of a landed pull with the producer's bytes. Blocks.
 
-    def compare() -> None:
-        try:
-            _compare(config, pull)
-        except KVRDMAError as error:
-            then(error)
-        else:
-            then(None)
-
-    threading.Thread(target=compare, name="kvrdma digest", daemon=True).start()
-
-
-def _compare(config: Config, pull: Pull) -> None:
+    Raises:
+        DataError: they differ.
+        ControlError: the producer gives no checksums.
+    """
     assert pull.peer
     assert pull.plan
     lease = (pull.wanted.reference.lease.slot, pull.wanted.reference.lease.generation)
     for link, source in zip(pull.peer.links, pull.plan.sources, strict=True):
-        if len(source.rows) == 0:
-            continue
-        with SideChannelClient(link.mailbox, config.secret) as client:
-            for start in range(0, len(source.rows), _ROWS_PER_MESSAGE):
-                rows = source.rows[start : start + _ROWS_PER_MESSAGE]
-                reply = client.request(DigestRows(lease, rows[:, 1:].tobytes()), config.control_timeout_s)
-                if not isinstance(reply, RowDigests) or len(reply.digests) != 4 * len(rows):
-                    raise MessageError(f"{link.mailbox} sent no checksums for {len(rows)} rows")
-                _check(rows, np.frombuffer(reply.digests, "<u4"), f"rank {tuple(link.rank)} by {link.via}")
+        for start in range(0, len(source.rows), _ROWS_PER_MESSAGE):
+            rows = source.rows[start : start + _ROWS_PER_MESSAGE]
+            reply = ask(link.mailbox, DigestRows(lease, rows[:, 1:].tobytes()))
+            if not isinstance(reply, RowDigests) or len(reply.digests) != 4 * len(rows):
+                raise MessageError(f"{link.mailbox} sent no checksums for {len(rows)} rows")
+            _check(rows, np.frombuffer(reply.digests, "<u4"), f"rank {tuple(link.rank)} by {link.via}")
+
+
+def answer_digests(layout: KVLayout, rows: bytes) -> RowDigests:
+    """Make the checksums of rows of this rank, which ``layout`` describes.
+
+    Raises:
+        MessageError: a row lies outside the regions.
+    """
+    if len(rows) % _ROW_NBYTES:
+        raise MessageError(f"{len(rows)} bytes of rows: need {_ROW_NBYTES} each")
+    places: list[tuple[int, int]] = []
+    for region, offset, length in np.frombuffer(rows, "<u8").reshape(-1, 3).tolist():
+        if region >= len(layout.regions) or offset + length > layout.regions[region].nbytes:
+            raise MessageError(f"no bytes {offset} to {offset + length} of region {region}")
+        places.append((layout.regions[region].addr + offset, length))
+    return RowDigests(digests_of(iter(places)).astype("<u4").tobytes())
 
 
 def _check(rows: Rows, theirs: npt.NDArray[np.uint32], where: str) -> None:

@@ -68,6 +68,12 @@ class Stats:
     publications_expired: int = 0
     publications_withdrawn: int = 0
 
+    def count_pull(self, nbytes: int, rows_posted: int) -> None:
+        """Count a pull that has succeeded."""
+        self.pulls_done += 1
+        self.pulled_bytes += nbytes
+        self.rows_posted += rows_posted
+
     def count_end(self, how: End) -> None:
         """Count a publication that ended."""
         name = {End.DONE: "done", End.EXPIRED: "expired", End.WITHDRAWN: "withdrawn"}[how]

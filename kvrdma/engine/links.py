@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvrdma import handshake
 from kvrdma.config import Config
@@ -25,7 +25,20 @@ from kvrdma.reference import PullReference
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.topology import EngineShape, RankId
 from kvrdma.transport import Peer, Transport
-from kvrdma.wire import DescribeRanks, RankDescription, RanksDescribed
+from kvrdma.wire import DescribeRanks, Message, RankDescription, RanksDescribed
+
+Ask: TypeAlias = Callable[[Endpoint, Message], Message]
+"""Sends a control message and waits for its answer; raises ``KVRDMAError``."""
+
+
+def asking(config: Config) -> Ask:
+    """Ask over the side channel, with the settings' secret and time limit."""
+
+    def ask(endpoint: Endpoint, message: Message) -> Message:
+        with SideChannelClient(endpoint, config.secret) as client:
+            return client.request(message, config.control_timeout_s)
+
+    return ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +77,10 @@ class PeerEngine:
     tell: tuple[Reader, ...]
     why: tuple[str, ...]
     """For people: per source rank, what was tried and chosen."""
-    used_s: float = field(default_factory=time.monotonic)
+    used_s: float = float("-inf")
+    """When a pull last asked for it."""
+    heard_s: float = float("-inf")
+    """When a read from it last ended well."""
 
     def disconnect(self) -> None:
         """Disconnect every rank; reads in flight end as failed."""
@@ -80,6 +96,7 @@ class Home:
     identity: Identity
     layout: KVLayout
     transports: Mapping[str, Transport]
+    ask: Ask
 
 
 def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
@@ -88,7 +105,7 @@ def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
     Raises:
         KVRDMAError: the peer is not allowed, cannot be reached, does not fit or cannot be read; says why.
     """
-    endpoint = allowed_endpoint(reference, home.config.allow_peers)
+    endpoint = allowed(Endpoint(reference.host, reference.port), home.config.allow_peers)
     shape = handshake.remote_shape(home.identity.shape, reference)
     asked = handshake.ranks_to_ask(home.identity, shape, reference.pp_size)
     described = _describe(home, endpoint, reference, asked)
@@ -96,6 +113,7 @@ def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
     shape = handshake.with_stages(shape, layouts, reference.pp_size)
     sources = handshake.sources_for(home.identity, shape)
     planner = Planner(home.layout, layouts, sources)
+    tell = _who_to_tell(home, shape, described)
     links: list[RankLink] = []
     why: list[str] = []
     try:
@@ -107,23 +125,21 @@ def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
         for link in links:
             link.transport.disconnect(link.peer)
         raise
-    tell = _who_to_tell(home.identity, shape, described)
     return PeerEngine(reference.engine_id, reference.engine_generation, planner, tuple(links), tell, tuple(why))
 
 
-def allowed_endpoint(reference: PullReference, allow: Sequence[str]) -> Endpoint:
-    """Give the side channel's endpoint, if its host may be pulled from.
+def allowed(endpoint: Endpoint, allow: Sequence[str]) -> Endpoint:
+    """Give the endpoint back, if this engine may talk to its host.
 
     Raises:
         ConfigError: it may not.
     """
-    endpoint = Endpoint(reference.host, reference.port)
-    if allow and reference.host not in allow:
+    if allow and endpoint.host not in allow:
         addresses = [ipaddress.ip_address(text.partition("%")[0]) for text in endpoint.resolve()]
         networks = [ipaddress.ip_network(text, strict=False) for text in allow if _is_network(text)]
         if not addresses or not all(any(address in network for network in networks) for address in addresses):
             raise ConfigError(
-                f"the reference names host {reference.host!r}, which KVRDMA_ALLOW_PEERS ({', '.join(allow)}) "
+                f"the reference leads to host {endpoint.host!r}, which KVRDMA_ALLOW_PEERS ({', '.join(allow)}) "
                 "does not admit: add it, or find out who made this reference"
             )
     return endpoint
@@ -140,11 +156,11 @@ def _is_network(text: str) -> bool:
 def _describe(
     home: Home, endpoint: Endpoint, reference: PullReference, ranks: Sequence[RankId]
 ) -> dict[RankId, RankDescription]:
-    with SideChannelClient(endpoint, home.config.secret) as client:
-        question = DescribeRanks(reference.engine_id, tuple((rank.pp_rank, rank.rank) for rank in ranks))
-        reply = client.request(question, home.config.control_timeout_s)
+    reply = home.ask(endpoint, DescribeRanks(reference.engine_id, tuple((rank.pp_rank, rank.rank) for rank in ranks)))
     if not isinstance(reply, RanksDescribed) or len(reply.ranks) != len(ranks):
-        raise MessageError(f"{endpoint} did not describe the {len(ranks)} ranks asked for, but sent {type(reply)}")
+        raise MessageError(
+            f"{endpoint} did not describe the {len(ranks)} ranks asked for, but sent {type(reply).__name__}"
+        )
     for rank, text in zip(ranks, reply.ranks, strict=True):
         if tuple(text.rank) != tuple(rank):
             raise MessageError(f"{endpoint} described rank {text.rank} where {tuple(rank)} was asked for")
@@ -197,15 +213,15 @@ def _link(transport: Transport, rank: RankId, described: RankDescription, layout
     return RankLink(rank, transport, peer, expected - 1, Endpoint(described.host, described.port))
 
 
-def _who_to_tell(
-    identity: Identity, shape: EngineShape, described: Mapping[RankId, RankDescription]
-) -> tuple[Reader, ...]:
+def _who_to_tell(home: Home, shape: EngineShape, described: Mapping[RankId, RankDescription]) -> tuple[Reader, ...]:
+    identity = home.identity
     mine = handshake.flat_rank(identity.shape, identity.rank)
     told = []
     for rank, text in described.items():
         readers = handshake.readers_of(identity, shape, rank)
         if mine in readers:
-            address = Endpoint(text.host, text.port).resolve()[0]  # once, here: the outbox must not wait for DNS
+            mailbox = allowed(Endpoint(text.host, text.port), home.config.allow_peers)
+            address = mailbox.resolve()[0]  # once, here: the outbox must not wait for DNS
             told.append(Reader(Endpoint(address, text.port), readers))
     if not told:
         raise IncompatibleError(f"rank {tuple(identity.rank)} has nobody to read from or to tell")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 from typing import NamedTuple, TypeAlias
 
 from kvrdma.breaker import CircuitBreaker
+from kvrdma.config import Config
+from kvrdma.engine.background import Work
 from kvrdma.engine.events import Stats
-from kvrdma.engine.links import Home, PeerEngine, connect_engine
-from kvrdma.errors import IncompatibleError, KVRDMAError, PeerUnavailableError
+from kvrdma.engine.links import PeerEngine
+from kvrdma.engine.loop import Loop
+from kvrdma.errors import ConnectError, IncompatibleError, KVRDMAError, PeerUnavailableError
 from kvrdma.reference import PullReference
 from kvrdma.transport import PeerId
 
+MAX_HANDSHAKES = 64
+"""At the same time."""
+_MAX_CONNECTING = 1024
 _MAX_BREAKERS = 1024
 _PROBE_WINDOW_S = 10.0
+_WARN_EVERY_S = 10.0
 _log = logging.getLogger(__name__)
 
 Waiter: TypeAlias = Callable[[PeerEngine | KVRDMAError], None]
@@ -31,93 +36,115 @@ class PeerKey(NamedTuple):
     generation: int
 
 
-@dataclass(slots=True)
-class _Connecting:
-    thread: threading.Thread
-    waiters: list[Waiter] = field(default_factory=list)
+class Sparing:
+    """Says yes once per key and period, so that a failure that repeats warns once."""
+
+    def __init__(self, period_s: float, limit: int = 1024) -> None:
+        self._period_s = period_s
+        self._limit = limit
+        self._said: OrderedDict[Hashable, float] = OrderedDict()
+
+    def __call__(self, key: Hashable, now_s: float) -> bool:
+        """Whether to say it now."""
+        if now_s - self._said.get(key, float("-inf")) < self._period_s:
+            return False
+        self._said[key] = now_s
+        self._said.move_to_end(key)
+        if len(self._said) > self._limit:
+            self._said.popitem(last=False)
+        return True
 
 
 class Peers:
-    """Finds or connects peer engines. Belongs to the data thread; handshakes run in threads of their own.
+    """Finds or connects peer engines. Belongs to the data thread; ``connect`` runs in the background.
 
-    One engine's handshake never waits for another's. Results come back through ``deliver``, which the data thread
-    runs.
+    One engine's handshake never waits for another's, as long as fewer than ``MAX_HANDSHAKES`` are under way.
     """
 
     def __init__(
         self,
-        home: Home,
+        config: Config,
+        connect: Callable[[PullReference], PeerEngine],
+        background: Callable[[Work], None],
+        loop: Loop,
         stats: Stats,
-        run_in_data_thread: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._home = home
+        """Know nobody yet."""
+        self._config = config
+        self._connect = connect
+        self._background = background
+        self._loop = loop
         self._stats = stats
-        self._run = run_in_data_thread
-        self._clock = clock
-        self._connecting: dict[PeerKey, _Connecting] = {}
+        self._connecting: dict[PeerKey, list[Waiter]] = {}
         self._ready: dict[PeerKey, PeerEngine] = {}
         self._breakers: OrderedDict[PeerKey, CircuitBreaker] = OrderedDict()
+        self._warn = Sparing(_WARN_EVERY_S)
         self._closed = False
 
-    def __len__(self) -> int:
-        return len(self._ready) + len(self._connecting)
+    @property
+    def connecting(self) -> int:
+        """Count the handshakes under way."""
+        return len(self._connecting)
 
     def find(self, reference: PullReference, waiter: Waiter) -> None:
         """Hand the connected peer, or why there is none, to ``waiter``: at once if that is known."""
-        key = PeerKey(reference.engine_id, reference.engine_generation)
+        key = _key(reference)
         peer = self._ready.get(key)
         if peer is not None:
-            peer.used_s = self._clock()
+            peer.used_s = self._loop.now()
             waiter(peer)
         elif key in self._connecting:
-            self._connecting[key].waiters.append(waiter)
-        elif not self.breaker(reference).allow():
+            self._connecting[key].append(waiter)
+        elif self._closed or len(self._connecting) >= _MAX_CONNECTING:
+            waiter(PeerUnavailableError(f"engine {key.engine_id}: {len(self._connecting)} handshakes are under way"))
+        elif not self._breaker(key).allow():
             waiter(PeerUnavailableError(f"engine {key.engine_id} failed repeatedly and is left alone for a while"))
         else:
-            self._connect(key, reference, waiter)
+            self._start_handshake(key, reference, waiter)
 
-    def _connect(self, key: PeerKey, reference: PullReference, waiter: Waiter) -> None:
+    def _start_handshake(self, key: PeerKey, reference: PullReference, waiter: Waiter) -> None:
         def shake_hands() -> None:
             try:
-                result: PeerEngine | KVRDMAError = connect_engine(self._home, reference)
+                result: PeerEngine | KVRDMAError = self._connect(reference)
             except KVRDMAError as error:
                 result = error
-            self._run(lambda: self._deliver(reference, result))
+            except Exception as error:  # noqa: BLE001 - what a strange peer makes us raise must reach its waiters
+                _log.exception("handshake with engine %s met a defect", key.engine_id)
+                result = ConnectError(f"handshake with engine {key.engine_id} met a defect: {error!r}")
+            self._loop.run(lambda: self._deliver(key, result))
 
         self._stats.handshakes += 1
-        thread = threading.Thread(target=shake_hands, name=f"kvrdma handshake {key.engine_id}", daemon=True)
-        self._connecting[key] = _Connecting(thread, [waiter])
-        thread.start()
+        self._connecting[key] = [waiter]
+        self._background(shake_hands)
 
-    def _deliver(self, reference: PullReference, result: PeerEngine | KVRDMAError) -> None:
-        key = PeerKey(reference.engine_id, reference.engine_generation)
-        waiters = self._connecting.pop(key).waiters
+    def _deliver(self, key: PeerKey, result: PeerEngine | KVRDMAError) -> None:
+        waiters = self._connecting.pop(key, [])
         if isinstance(result, PeerEngine):
             if self._closed:
                 result.disconnect()
                 return
             for old in [other for other in self._ready if other.engine_id == key.engine_id]:
-                self.drop(self._ready[old])
-            result.used_s = self._clock()
+                _log.info("engine %s was restarted: the connection to its predecessor is dropped", key.engine_id)
+                self.drop(self._ready[old], blame=False)
+            result.used_s = self._loop.now()
             self._ready[key] = result
             _log.info("engine %s connected: %s", key.engine_id, " | ".join(result.why))
         else:
             self._stats.handshakes_failed += 1
             if not isinstance(result, IncompatibleError):
-                self.breaker(reference).record_failure()
-            _log.warning("handshake with engine %s failed: %s", key.engine_id, result)
+                self._breaker(key).record_failure()
+            if self._warn(key, self._loop.now()):
+                _log.warning("handshake with engine %s failed: %s", key.engine_id, result)
         for waiter in waiters:
             waiter(result)
 
-    def breaker(self, reference: PullReference) -> CircuitBreaker:
+    def _breaker(self, key: PeerKey) -> CircuitBreaker:
         """Give the circuit breaker of one start of an engine: a restarted one is not blamed for its predecessor."""
-        key = PeerKey(reference.engine_id, reference.engine_generation)
         found = self._breakers.get(key)
         if found is None:
-            config = self._home.config
+            config = self._config
             found = CircuitBreaker(
-                key.engine_id, config.breaker_cooldown_s, config.breaker_threshold, _PROBE_WINDOW_S, self._clock
+                key.engine_id, config.breaker_cooldown_s, config.breaker_threshold, _PROBE_WINDOW_S, self._loop.now
             )
             self._breakers[key] = found
             if len(self._breakers) > _MAX_BREAKERS:
@@ -125,38 +152,50 @@ class Peers:
         self._breakers.move_to_end(key)
         return found
 
-    def drop(self, peer: PeerEngine) -> None:
-        """Disconnect a peer; the next pull from it starts with a new handshake. Idempotent."""
+    def succeeded(self, reference: PullReference) -> None:
+        """Note that a pull from a peer has succeeded."""
+        self._breaker(_key(reference)).record_success()
+
+    def drop(self, peer: PeerEngine, *, blame: bool) -> None:
+        """Disconnect a peer; the next pull from it starts with a new handshake. Idempotent.
+
+        A connection is blamed once, however many pulls were on it.
+        """
         key = PeerKey(peer.engine_id, peer.generation)
         if self._ready.get(key) is peer:
             del self._ready[key]
+            if blame:
+                self._breaker(key).record_failure()
             peer.disconnect()
 
     def lose(self, transport: str, peer_id: PeerId) -> None:
         """Drop the engine to which a lost transport peer belongs."""
-        for peer in list(self._ready.values()):
-            if any(link.peer.id == peer_id and link.peer.transport == transport for link in peer.links):
+        for peer in self.ready():
+            if any(link.peer.id == peer_id and link.transport.name == transport for link in peer.links):
                 self._stats.peers_lost += 1
-                self.drop(peer)
+                self.drop(peer, blame=False)
 
     def drop_idle(self, unused_for_s: float, in_use: Callable[[PeerEngine], bool]) -> None:
         """Drop peers that nothing has used for a while."""
-        now_s = self._clock()
-        for peer in list(self._ready.values()):
+        now_s = self._loop.now()
+        for peer in self.ready():
             if now_s - peer.used_s > unused_for_s and not in_use(peer):
-                self.drop(peer)
+                self.drop(peer, blame=False)
 
     def known(self, reference: PullReference) -> PeerEngine | None:
         """Give the connected peer of a reference, if there is one."""
-        return self._ready.get(PeerKey(reference.engine_id, reference.engine_generation))
+        return self._ready.get(_key(reference))
 
     def ready(self) -> list[PeerEngine]:
         """List the connected peers."""
         return list(self._ready.values())
 
-    def close(self) -> list[threading.Thread]:
-        """Drop every peer; returns the threads of handshakes that still run."""
+    def close(self) -> None:
+        """Drop every peer."""
         self._closed = True
         for peer in self.ready():
-            self.drop(peer)
-        return [connecting.thread for connecting in self._connecting.values()]
+            self.drop(peer, blame=False)
+
+
+def _key(reference: PullReference) -> PeerKey:
+    return PeerKey(reference.engine_id, reference.engine_generation)

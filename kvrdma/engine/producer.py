@@ -1,17 +1,19 @@
-"""The producer side: publications, and the answers to consumers. Runs in the server's thread and the caller's."""
+"""The producer side: publications, and the answers to consumers. Runs in the server's, clock's and caller's threads."""
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Hashable
 
-import numpy as np
+import msgspec
 
-from kvrdma.engine.digest import digests_of
+from kvrdma.engine.digest import answer_digests
 from kvrdma.engine.events import Stats
-from kvrdma.errors import IncompatibleError, MessageError
+from kvrdma.errors import ConfigError, IncompatibleError, MessageError
 from kvrdma.layout import KVLayout
 from kvrdma.lease import Ended, FenceTable, LeaseBook, LeaseKey
+from kvrdma.topology import EngineShape
 from kvrdma.wire import (
     AnnounceRank,
     DescribeRanks,
@@ -21,12 +23,18 @@ from kvrdma.wire import (
     LeaseDone,
     Message,
     Noted,
+    RankAnnounced,
     RankDescription,
     RanksDescribed,
     RowDigests,
 )
 
-_MAX_RANKS = 65_536
+_MAX_DESCRIPTION_BYTES = 1 << 20
+
+
+def new_generation() -> int:
+    """Name a start of an engine; random, so that a clock that steps back repeats none. JSON reads it exactly."""
+    return 1 + secrets.randbelow(1 << 52)
 
 
 class Producer:
@@ -35,29 +43,42 @@ class Producer:
     def __init__(
         self, book: LeaseBook, stats: Stats, clock: Callable[[], float], report: Callable[[Ended], None]
     ) -> None:
+        """Publish nothing yet."""
         self._book = book
         self._stats = stats
         self._clock = clock
         self._report = report
         self._lock = threading.Lock()
         self._ranks: dict[tuple[int, int], RankDescription] = {}
+        self._own: RankDescription | None = None
         self._layout: KVLayout | None = None
-        self._engine_id = ""
+        self._num_ranks = (1, 1)
+        self.generation = new_generation()
+        """Of the engine; a rank that does not speak for it has this from the one that does."""
 
-    def describe_as(self, description: RankDescription, layout: KVLayout) -> None:
-        """Answer questions about this rank with ``description``."""
+    def describe_as(self, description: RankDescription, shape: EngineShape, digest_of: KVLayout | None) -> None:
+        """Answer questions about this rank.
+
+        Args:
+            description: of this rank.
+            shape: of its engine, which says what ranks there are.
+            digest_of: its layout, if consumers may ask for checksums of its bytes.
+        """
         with self._lock:
-            self._engine_id = description.engine_id
+            self._own = description
             self._ranks[description.rank] = description
-            self._layout = layout
+            self._num_ranks = (max(1, len(shape.stages)), shape.num_ranks)
+            self._layout = digest_of
 
     def publish(self, request_id: Hashable, consumers: int, key: LeaseKey | None) -> LeaseKey:
         """Open a lease; see ``LeaseBook.publish``."""
         with self._lock:
-            key = self._book.publish(request_id, self._clock(), consumers, key)
-            self._stats.published += 1
-            self._report_ended()  # its consumers may have been done already
-            return key
+            try:
+                key = self._book.publish(request_id, self._clock(), consumers, key)
+                self._stats.published += 1
+                return key
+            finally:
+                self._report_ended()  # its consumers may have been done already
 
     def withdraw(self, request_id: Hashable) -> bool:
         """End a publication; False if it has ended or never was."""
@@ -66,21 +87,26 @@ class Producer:
             self._report_ended()
             return known
 
-    def expire(self) -> None:
-        """End the leases whose time is over."""
+    def expire(self) -> float:
+        """End the leases whose time is over; returns the seconds until there are more."""
         with self._lock:
             self._book.expire(self._clock())
             self._report_ended()
+            next_s = self._book.next_deadline_s()
+            return float("inf") if next_s is None else max(0.0, next_s - self._clock())
 
     def close(self, fence: FenceTable) -> None:
-        """Revoke every word."""
+        """End every publication and revoke every word."""
         with self._lock:
+            self._book.withdraw_all()
+            self._report_ended()
             for slot in range(len(fence)):
                 fence.revoke(LeaseKey(slot, fence.word(slot) >> 1))
 
-    def __len__(self) -> int:
+    def counts(self) -> dict[str, int]:
+        """Give the sizes of what is empty when nothing is going on, and of messages kept for leases to come."""
         with self._lock:
-            return len(self._book)
+            return {"leases": len(self._book), "early": self._book.remembered}
 
     def answer(self, message: Message) -> Message:
         """Answer one message of a consumer or of another rank of this engine.
@@ -113,38 +139,44 @@ class Producer:
         raise MessageError(f"an engine does not answer {type(message).__name__}")
 
     def _describe(self, question: DescribeRanks) -> RanksDescribed:
-        if question.engine_id != self._engine_id:
-            raise IncompatibleError(
-                f"engine {question.engine_id} is asked for, engine {self._engine_id} runs here: it was restarted or "
-                "replaced, and the blocks of the reference are gone"
-            )
+        self._require_engine(question.engine_id)
         missing = [rank for rank in question.ranks if rank not in self._ranks]
         if missing:
             raise IncompatibleError(
-                f"engine {self._engine_id} has no ranks {missing} (yet): {len(self._ranks)} are known here; check the "
-                "parallel sizes in the reference"
+                f"engine {question.engine_id} has no ranks {missing[:8]} (yet): {len(self._ranks)} are known here; "
+                "check the parallel sizes in the reference"
             )
-        return RanksDescribed(tuple(self._ranks[rank] for rank in question.ranks))
+        ranks = (msgspec.structs.replace(self._ranks[rank], generation=self.generation) for rank in question.ranks)
+        return RanksDescribed(tuple(ranks))
 
-    def _announce(self, description: RankDescription) -> Noted:
-        if description.engine_id != self._engine_id:
-            raise IncompatibleError(f"rank of engine {description.engine_id} announced to engine {self._engine_id}")
-        if len(self._ranks) >= _MAX_RANKS:
-            raise MessageError(f"more than {_MAX_RANKS} ranks announced")
+    def _require_engine(self, engine_id: str) -> None:
+        mine = self._own.engine_id if self._own else "(none yet)"
+        if engine_id != mine:
+            raise IncompatibleError(
+                f"engine {engine_id} is asked for, engine {mine} runs here: it was restarted or replaced, and the "
+                "blocks of the reference are gone"
+            )
+
+    def _announce(self, description: RankDescription) -> RankAnnounced:
+        self._require_engine(description.engine_id)
+        stages, ranks = self._num_ranks
+        stage, rank = description.rank
+        if self._own is not None and description.rank == self._own.rank:
+            raise MessageError(f"rank {description.rank} is the one that was told: give each rank its own number")
+        if stage >= stages or rank >= ranks:
+            raise MessageError(f"rank {description.rank} of an engine of {stages} stages of {ranks} ranks")
+        if len(msgspec.msgpack.encode(description)) > _MAX_DESCRIPTION_BYTES:
+            raise MessageError(f"description of rank {description.rank} exceeds {_MAX_DESCRIPTION_BYTES} bytes")
+        known = self._ranks.get(description.rank)
+        if known is not None and known.start != description.start:
+            self.generation = new_generation()  # the leases of a rank that has restarted are gone
         self._ranks[description.rank] = description
-        return Noted(len(self._ranks))
+        return RankAnnounced(self.generation, len(self._ranks))
 
     def _digest(self, message: DigestRows) -> RowDigests:
-        rows = np.frombuffer(message.rows, "<u8")
-        if len(message.rows) % 24 or self._layout is None:
-            raise MessageError(f"{len(message.rows)} bytes of rows: need 24 each")
-        rows = rows.reshape(-1, 3)
-        regions = self._layout.regions
-        for region, offset, length in rows.tolist():
-            if region >= len(regions) or offset + length > regions[region].nbytes:
-                raise MessageError(f"no bytes {offset} to {offset + length} of region {region}")
-        places = ((regions[region].addr + offset, length) for region, offset, length in rows.tolist())
-        return RowDigests(digests_of(places).astype("<u4").tobytes())
+        if self._layout is None:
+            raise ConfigError("this engine makes no checksums: set KVRDMA_VERIFY=digest on both sides")
+        return answer_digests(self._layout, message.rows)
 
     def _report_ended(self) -> None:
         for ended in self._book.take_ended():

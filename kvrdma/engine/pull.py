@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvrdma.engine.links import PeerEngine
+from kvrdma.engine.loop import Timer
 from kvrdma.errors import KVRDMAError
 from kvrdma.plan import BlockSpan, ReadPlan, TokenRange
 from kvrdma.reference import PullReference
 from kvrdma.transport import ReadId
+
+FIRST_LOOK_AGAIN_S, LAST_LOOK_AGAIN_S = 0.0005, 0.05
 
 
 class ReadKey(NamedTuple):
@@ -36,26 +39,35 @@ class Wanted:
 class Pull:
     """State of a pull; belongs to the engine's data thread.
 
-    A pull waits for its peer, then has reads in flight: first data, then per source rank a word of the fence. It is
-    over when nothing is in flight for it and it is either complete or has a ``reason`` to fail.
+    A pull waits for its peer. Then, per source rank: the lease's word is read, the data, the word again. It is over
+    when nothing is in flight for it and it is either complete or has a ``reason`` to fail.
     """
 
     wanted: Wanted
+    deadline: Timer | None = None
     attempts: int = 0
+    strikes: int = 0
+    """Attempts that failed by the connection's fault, not because somebody else gave it up."""
     peer: PeerEngine | None = None
     plan: ReadPlan | None = None
     data: dict[ReadKey, int] = field(default_factory=dict)
     """Data reads in flight, with the index of their source."""
     words: dict[ReadKey, int] = field(default_factory=dict)
     """Fence reads in flight, with the index of their source."""
+    unopened: set[int] = field(default_factory=set)
+    """Sources to read whose word has not been seen live yet."""
     unfenced: set[int] = field(default_factory=set)
-    """Sources that were read and whose word has not been seen live."""
+    """Sources that were read and whose word has not been seen live since."""
     landing: dict[int, int] = field(default_factory=dict)
     """By source: the spare word of the fence table where its word lands."""
-    checking: bool = False
-    """A comparison of checksums is under way in another thread."""
+    posted: bool = False
+    """Every data read has been posted."""
+    working: bool = False
+    """Another thread compares checksums or reshapes."""
     shaped: bool = False
     """The reshapes have run."""
+    look_again_s: float = FIRST_LOOK_AGAIN_S
+    """How long to wait before the word of a source that has not published is read again."""
     posted_s: float = 0.0
     rows_posted: int = 0
     reason: KVRDMAError | None = None
@@ -65,12 +77,17 @@ class Pull:
     @property
     def in_flight(self) -> bool:
         """Whether something may still write for it."""
-        return bool(self.data or self.words or self.checking)
+        return bool(self.data or self.words or self.working)
+
+    @property
+    def landed(self) -> bool:
+        """Whether all data lies in place, not yet in shape."""
+        return self.posted and not self.data and not self.working and not self.shaped
 
     @property
     def complete(self) -> bool:
-        """Whether everything has arrived, was live afterwards, and is in shape."""
-        return not (self.in_flight or self.unfenced or self.reason) and self.shaped
+        """Whether everything has arrived, was live before and after, and is in shape."""
+        return self.shaped and self.posted and not (self.in_flight or self.unopened or self.unfenced or self.reason)
 
     def fail(self, reason: KVRDMAError, *, retryable: bool) -> None:
         """Give it a reason to fail; the first one counts, but one that rules out a retry always does."""
@@ -80,6 +97,18 @@ class Pull:
     def reset(self) -> None:
         """Forget the attempt; nothing may be in flight."""
         self.peer = self.plan = self.reason = None
+        self.unopened.clear()
         self.unfenced.clear()
-        self.landing.clear()
-        self.shaped = self.retryable = False
+        self.posted = self.shaped = self.retryable = False
+        self.look_again_s = FIRST_LOOK_AGAIN_S
+        self.rows_posted = 0
+
+    def state(self) -> str:
+        """Say for people what it waits for."""
+        if self.peer is None:
+            return "waiting for the handshake"
+        if self.data:
+            return f"waiting for the data of {len(self.data)} ranks"
+        if self.unopened:
+            return f"waiting for {len(self.unopened)} ranks to publish"
+        return "waiting for a checksum or a reshape" if self.working else "waiting for the fence"

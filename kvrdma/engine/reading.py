@@ -1,0 +1,95 @@
+"""Posts the reads of a pull, the lease's word before and after the data, and judges the words."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvrdma.engine.loop import Loop
+from kvrdma.engine.pull import Pull, ReadKey
+from kvrdma.errors import LeaseRevokedError, PullError
+from kvrdma.lease import WORD_NBYTES, FenceTable, Verdict, judge
+
+
+class Reading:
+    """The reads in flight of one rank. Belongs to the data thread."""
+
+    def __init__(self, fence: FenceTable, loop: Loop) -> None:
+        """Land words in the spare words of ``fence``."""
+        self._fence = fence
+        self._loop = loop
+        self._spare = list(range(len(fence) + fence.spare - 1, len(fence) - 1, -1))
+        self.reads: dict[ReadKey, Pull] = {}
+
+    @property
+    def landing(self) -> int:
+        """Count the spare words in use."""
+        return self._fence.spare - len(self._spare)
+
+    def word(self, pull: Pull, index: int) -> None:
+        """Read the lease's word from a source.
+
+        Raises:
+            TransportError: it cannot be read.
+            PullError: the reference names no word of the source, or there are too many pulls.
+        """
+        assert pull.peer
+        link, slot = pull.peer.links[index], pull.wanted.reference.lease.slot
+        if WORD_NBYTES * (slot + 1) > link.peer.regions[link.fence_region].nbytes:
+            raise PullError(f"the reference names lease slot {slot}, which rank {tuple(link.rank)} does not have")
+        if index not in pull.landing:
+            if not self._spare:
+                raise PullError("too many pulls at the same time: no word left for the fence")
+            pull.landing[index] = self._spare.pop()
+        local = self._fence.clear_spare(pull.landing[index])
+        row = np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
+        key = ReadKey(link.transport.name, link.transport.read(link.peer, row))
+        pull.words[key] = index
+        self.reads[key] = pull
+
+    def data(self, pull: Pull) -> None:
+        """Read everything the plan names; every source's word has been seen live.
+
+        Raises:
+            TransportError: something cannot be read; other reads may be in flight.
+        """
+        assert pull.peer
+        assert pull.plan
+        pull.posted_s = self._loop.now()
+        for index, (link, source) in enumerate(zip(pull.peer.links, pull.plan.sources, strict=True)):
+            if len(source.rows):
+                key = ReadKey(link.transport.name, link.transport.read(link.peer, source.rows))
+                pull.data[key] = index
+                pull.unfenced.add(index)
+                self.reads[key] = pull
+        pull.posted = True
+
+    def judge(self, pull: Pull, index: int) -> bool:
+        """Follow a word that has arrived; False if the source has not published yet.
+
+        Raises:
+            LeaseRevokedError: the lease has ended.
+        """
+        waiting = pull.unfenced if pull.posted else pull.unopened
+        if index not in waiting:
+            return True  # nothing is read from this source
+        verdict = judge(self._fence.word(pull.landing[index]), pull.wanted.reference.lease)
+        if verdict is Verdict.NOT_YET and not pull.posted:
+            return False
+        if verdict is not Verdict.LIVE:
+            raise LeaseRevokedError(_late(pull, self._loop.now()))
+        waiting.discard(index)
+        return True
+
+    def release(self, pull: Pull) -> None:
+        """Take back the words of a pull with nothing in flight."""
+        self._spare.extend(pull.landing.values())
+        pull.landing.clear()
+
+
+def _late(pull: Pull, now_s: float) -> str:
+    reference = pull.wanted.reference
+    when = "before the data had arrived" if pull.posted else "before the data was read"
+    return (
+        f"pull {pull.wanted.request_id!r} of {reference.request_id!r} from engine {reference.engine_id}: the lease "
+        f"ended {when}, {now_s - pull.wanted.started_s:.3f} s after the pull began"
+    )

@@ -1,0 +1,87 @@
+"""What has ended and was not polled yet, and which pulls are still to be reported."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Hashable
+from contextlib import suppress
+
+from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
+from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
+
+
+class Reports:
+    """Hands every end to the caller once. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Know of nothing yet."""
+        self._events: deque[Event] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+        self._lock = threading.Lock()
+        self._owed: dict[Hashable, bool] = {}
+        """Pulls that have not ended; True: reported as quarantined already."""
+        self._closed = False
+
+    def owe(self, request_id: Hashable) -> None:
+        """Promise a report for a pull.
+
+        Raises:
+            PullError: one of that id is under way.
+            TransportClosedError: no more promises are made.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransportClosedError("the engine is closed")
+            if request_id in self._owed:
+                raise PullError(f"pull {request_id!r} is under way: one at a time")
+            self._owed[request_id] = False
+
+    def add(self, event: Event) -> None:
+        """Report something."""
+        with self._lock:
+            if isinstance(event, PullFailed) and event.quarantined:
+                self._owed[event.request_id] = True
+            elif isinstance(event, PullDone | PullFailed | PullReleased):
+                self._owed.pop(event.request_id, None)
+        self._events.append(event)
+        os.eventfd_write(self._fd, 1)
+
+    def close(self) -> None:
+        """Make no more promises."""
+        with self._lock:
+            self._closed = True
+
+    def fail_the_rest(self, reason: KVRDMAError) -> None:
+        """Report every pull that was promised and has not been."""
+        with self._lock:
+            rest = [request_id for request_id, reported in self._owed.items() if not reported]
+        for request_id in rest:
+            self.add(PullFailed(request_id, reason, attempts=0))
+
+    def poll(self) -> list[Event]:
+        """Return what has been reported since the last call."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._fd)  # before looking: what comes later makes it readable again
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def fileno(self) -> int:
+        """Give a descriptor that is readable when ``poll`` may have something."""
+        return self._fd
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
+        deadline_s = time.monotonic() + timeout_s
+        poller = select.poll()
+        poller.register(self._fd, select.POLLIN)
+        while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
+            poller.poll(1e3 * left_s)
+        return events
