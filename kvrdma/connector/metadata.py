@@ -1,0 +1,93 @@
+"""What the scheduler side and the worker side of the connector tell each other; all of it is pickled by vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvrdma.lease import LeaseKey
+from kvrdma.plan import TokenRange
+from kvrdma.reference import PullReference
+from kvrdma.wire import RankDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A finished request whose blocks every rank publishes under the same lease."""
+
+    request_id: str
+    lease: LeaseKey
+    num_tokens: int
+    blocks: tuple[tuple[int, ...], ...]
+    """Per KV group; empty unless ranks stage blocks in host memory."""
+    lease_s: float | None = None
+    """Other than the setting, for requests kept for a next turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpan:
+    """Local blocks of one KV group: ids, the block of the sequence that the first one is, and what to read."""
+
+    ids: tuple[int, ...]
+    first: int
+    tokens: TokenRange
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A request to pull."""
+
+    request_id: str
+    reference: PullReference
+    groups: tuple[GroupSpan, ...]
+
+
+@dataclass(slots=True)
+class StepMetadata(KVConnectorMetadata):
+    """What the workers have to do, collected since the last step."""
+
+    publish: list[Publication] = field(default_factory=list)
+    hold: list[tuple[str, PullReference]] = field(default_factory=list)
+    """Requests that wait to be scheduled: keep their producer's lease alive."""
+    load: list[Load] = field(default_factory=list)
+    decline: list[PullReference] = field(default_factory=list)
+    """Release the producer; these are never reported."""
+    abort: list[str] = field(default_factory=list)
+    """Loads under way that nobody wants any more."""
+
+    def __bool__(self) -> bool:
+        return bool(self.publish or self.hold or self.load or self.decline or self.abort)
+
+
+@dataclass(slots=True)
+class RankHandshake(KVConnectorHandshakeMetadata):
+    """One rank's description, on its way to the scheduler that answers for all ranks."""
+
+    packed: bytes
+
+    @classmethod
+    def of(cls, description: RankDescription) -> RankHandshake:
+        """Pack a description."""
+        return cls(msgspec.msgpack.encode(description))
+
+    def description(self) -> RankDescription:
+        """Unpack it."""
+        return msgspec.msgpack.decode(self.packed, type=RankDescription)
+
+
+@dataclass(slots=True)
+class LoadBlame(KVConnectorWorkerMetadata):
+    """Requests whose load failed through the fault of their producer: it counts for its circuit breaker."""
+
+    request_ids: frozenset[str]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> LoadBlame:
+        """Join what two ranks say."""
+        assert isinstance(other, LoadBlame)
+        return LoadBlame(self.request_ids | other.request_ids)

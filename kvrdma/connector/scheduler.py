@@ -1,0 +1,181 @@
+"""The connector in the scheduler's process: translates vLLM's requests into work for the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvrdma.connector.directory import RankDirectory
+from kvrdma.connector.exports import Exports
+from kvrdma.connector.groups import TransferGroups
+from kvrdma.connector.identity import engine_shape
+from kvrdma.connector.loads import Loads
+from kvrdma.connector.metadata import LoadBlame, RankHandshake, StepMetadata
+from kvrdma.connector.metrics import KvRdmaStats
+from kvrdma.sidechannel import Endpoint, SideChannelServer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvrdma.connector.options import ConnectorOptions
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerSide:
+    """One per engine. Also answers consumers that ask for the engine's ranks."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: ConnectorOptions) -> None:
+        """Listen, unless this engine only consumes.
+
+        Raises:
+            ConfigError: the endpoint cannot be bound, or is open to others without a secret.
+        """
+        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+        self._options = options
+        self._groups = TransferGroups(kv_cache_config, parallel.decode_context_parallel_size)
+        self._backoff = max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0) or 0) - 1)
+        self._loads = Loads(
+            self._groups, options, backoff=self._backoff, expects_params=transfer.kv_role == "kv_consumer"
+        )
+        shape = engine_shape(vllm_config)
+        self._exports = Exports(transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options)
+        self._with_blocks = stages_in_host_memory(vllm_config)
+        self._step = StepMetadata()
+        self._told: dict[str, int] = {}
+        self._directory = RankDirectory(transfer.engine_id)
+        self._server: SideChannelServer | None = None
+        if transfer.is_kv_producer or options.bidirectional:
+            bind = options.scheduler_bind(parallel.data_parallel_index)
+            config = options.config
+            self._server = SideChannelServer(bind, self._directory.answer, config.secret, insecure=config.insecure)
+            self._exports.endpoint = Endpoint(
+                config.advertise or self._server.endpoint.host, self._server.endpoint.port
+            )
+            _log.info("engine %s is described at %s", transfer.engine_id, self._exports.endpoint)
+
+    # Requests
+
+    def on_new_request(self, request: Request) -> None:
+        """Note a request; on a producer, leave the consumer the position whose state or window it needs."""
+        self._loads.arrived(request, self._step)
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode") and (self._groups.has_state or self._groups.has_window):
+            shorten_prompt(request, self._backoff)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Say how many tokens come from the producer, beside the step loop."""
+        count = self._loads.available(request, num_computed_tokens)
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Pull into the blocks just reserved, or decline."""
+        self._loads.allocated(request, blocks, num_external_tokens, self._step)
+
+    def request_finished(
+        self, request: Request, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer a finished request's blocks to its consumer, if it has one to come."""
+        was_load = request.request_id in self._loads
+        over = self._loads.finished(request, self._step)
+        params = request.kv_transfer_params
+        if not params or not over:
+            return False, None
+        is_prefill = bool(params.get("do_remote_decode"))
+        turn_back = not is_prefill and self._options.bidirectional and ("kvrdma" in params or was_load)
+        if not is_prefill and not turn_back:
+            return False, None
+        offered = self._exports.export(
+            request, block_ids, self._step, turn_back=turn_back, with_blocks=self._with_blocks
+        )
+        return offered is not None, offered
+
+    # Steps
+
+    def build_connector_meta(self) -> StepMetadata:
+        """Hand over what has gathered since the last step."""
+        if not self._step:
+            return self._step
+        step, self._step = self._step, StepMetadata()
+        return step
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """Note what has ended on every rank."""
+        meta = output.kv_connector_worker_meta
+        if isinstance(meta, LoadBlame):
+            self._loads.blame(meta.request_ids)
+        if output.finished_recving:
+            self._loads.ended(output.finished_recving, output.failed_recving or ())
+        if output.finished_sending:
+            self._exports.ended(output.finished_sending)
+
+    def stats(self) -> KvRdmaStats | None:
+        """Give what has changed since the last call."""
+        counts = asdict(self._loads.counts) | {"requests_not_offered": self._exports.refused}
+        gauges = {"breakers_open": self._loads.breakers_open()}
+        if counts | gauges == self._told:
+            return None
+        stats = KvRdmaStats()
+        for name, count in counts.items():
+            stats.count(name, count - self._told.get(name, 0))
+        stats.gauge("breakers_open", "scheduler", gauges["breakers_open"])
+        self._told = counts | gauges
+        return stats
+
+    # Life
+
+    def set_handshake_metadata(self, metadata: Mapping[tuple[int, int], object]) -> None:
+        """Describe these ranks from now on; what other connectors send is not for us."""
+        ranks = {rank: meta for rank, meta in metadata.items() if isinstance(meta, RankHandshake)}
+        if not ranks:
+            return
+        generation = self._exports.renew_registration()
+        self._directory.replace(
+            {
+                rank: msgspec.structs.replace(meta.description(), rank=rank, generation=generation)
+                for rank, meta in ranks.items()
+            }
+        )
+
+    @property
+    def idle(self) -> dict[str, int]:
+        """Sizes of everything that is empty when no request is under way."""
+        return {"loads": len(self._loads), "exports": len(self._exports), "step": int(bool(self._step))}
+
+    def shutdown(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+
+def stages_in_host_memory(vllm_config: VllmConfig) -> bool:
+    """Whether KV goes through host memory: asked for, and the caches are elsewhere."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.device_type != "cpu" and vllm_config.kv_transfer_config.kv_buffer_device == "cpu")
+
+
+def shorten_prompt(request: Request, tokens: int) -> None:
+    """Let a producer stop before the last tokens: the consumer computes them from the state before them.
+
+    Does nothing for prompts that are too short, for a request seen before, or one whose consumer loads nothing.
+    """
+    params = request.kv_transfer_params
+    assert params is not None
+    if params.get("_kvrdma_shortened") or request.num_prompt_tokens <= tokens:
+        return
+    if request.prompt_token_ids is None or request.get_skip_reading_prefix_cache():
+        return
+    del request.prompt_token_ids[-tokens:]
+    del request._all_token_ids[-tokens:]  # noqa: SLF001 - vLLM has no other way to shorten a request
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
+    params["_kvrdma_shortened"] = True
