@@ -283,6 +283,13 @@ class LeaseBook:
             lease.deadline_s = max(lease.deadline_s, now_s + self._lease_s)
         return len(known)
 
+    def extend(self, request_id: Hashable, deadline_s: float) -> bool:
+        """Hold a publication until ``deadline_s`` at least; False if there is none (any more)."""
+        lease = self._leases.get(self._keys.get(request_id))  # type: ignore[arg-type] # None names no lease
+        if lease is not None:
+            lease.deadline_s = max(lease.deadline_s, deadline_s)
+        return lease is not None
+
     def forget_consumer(self, consumer: str, rank: int) -> None:
         """Count a consumer rank that has said goodbye as done wherever it reads."""
         for key, lease in list(self._leases.items()):

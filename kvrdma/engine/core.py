@@ -229,6 +229,10 @@ class Engine:
             **handshake.sizes_of(self.identity.shape),
         )
 
+    def extend(self, request_id: Hashable, seconds: float) -> bool:
+        """Hold a publication for ``seconds`` from now at least, whatever ``lease_s``; False if it has ended."""
+        return self._producer.extend(request_id, seconds)
+
     def withdraw(self, request_id: Hashable) -> bool:
         """Take a publication back: late consumers fail. False if it has ended already."""
         return self._producer.withdraw(request_id)

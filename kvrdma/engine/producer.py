@@ -80,6 +80,11 @@ class Producer:
             finally:
                 self._report_ended()  # its consumers may have been done already
 
+    def extend(self, request_id: Hashable, seconds: float) -> bool:
+        """Hold a publication for ``seconds`` from now at least; False if it has ended or never was."""
+        with self._lock:
+            return self._book.extend(request_id, self._clock() + seconds)
+
     def withdraw(self, request_id: Hashable) -> bool:
         """End a publication; False if it has ended or never was."""
         with self._lock:
