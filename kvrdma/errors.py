@@ -5,6 +5,7 @@
     KVRDMAError
     ├── ConfigError (ValueError)            a setting, option or environment variable is wrong
     ├── TopologyError (AssertionError)      the parallel sizes of two engines do not fit
+    ├── AggregationError (AssertionError)   the outputs of an engine's workers cannot be combined
     ├── LayoutError (ValueError)            a cache tensor's layout is unknown or malformed
     ├── IncompatibleError                   two engines' layouts or models do not match (handshake)
     ├── PlanError (ValueError)              block ids or token ranges do not fit the layouts
@@ -60,6 +61,10 @@ class ConfigError(KVRDMAError, ValueError):
 
 class TopologyError(KVRDMAError, AssertionError):
     """The parallel sizes or head counts of two engines do not fit together."""
+
+
+class AggregationError(KVRDMAError, AssertionError):
+    """The outputs of an engine's workers cannot be combined."""
 
 
 class LayoutError(KVRDMAError, ValueError):

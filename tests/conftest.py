@@ -60,6 +60,12 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--require {','.join(sorted(unknown))} is unknown: use {', '.join(NEEDS)}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(mark.args[0] == "vllm" for mark in item.iter_markers("needs")):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # of what vLLM imports; not ours to mend
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     required = set(item.config.getoption("--require").split(","))
     for mark in item.iter_markers("needs"):
