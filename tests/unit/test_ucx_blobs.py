@@ -38,9 +38,7 @@ def test_round_trip() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(which=st.booleans(), data=st.data())
-def test_damaged_blobs_are_refused(
-    ends: tuple[UcxTransport, bytes, bytes], which: bool, data: st.DataObject
-) -> None:
+def test_damaged_blobs_are_refused(ends: tuple[UcxTransport, bytes, bytes], which: bool, data: st.DataObject) -> None:
     reader, address, key = ends
     blob = bytearray(address if which else key)
     if data.draw(st.booleans(), "truncate"):
@@ -53,9 +51,7 @@ def test_damaged_blobs_are_refused(
 
 @settings(max_examples=100, deadline=None)
 @given(payload=st.binary(max_size=400), which=st.booleans())
-def test_sealed_nonsense_is_refused(
-    ends: tuple[UcxTransport, bytes, bytes], payload: bytes, which: bool
-) -> None:
+def test_sealed_nonsense_is_refused(ends: tuple[UcxTransport, bytes, bytes], payload: bytes, which: bool) -> None:
     reader, address, _ = ends
     if which:
         with pytest.raises(BlobError):

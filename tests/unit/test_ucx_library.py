@@ -61,13 +61,11 @@ def test_environment_decides_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_environment_that_names_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRDMA_UCX_LIB", str(tmp_path))
-    with pytest.raises(TransportUnavailableError, match="holds no libucp.so.0"):
+    with pytest.raises(TransportUnavailableError, match=r"holds no libucp\.so\.0"):
         library._found()
 
 
-def test_system_library_comes_before_the_wheel_only_with_verbs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_system_library_comes_before_the_wheel_only_with_verbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVRDMA_UCX_LIB", raising=False)
     monkeypatch.setattr(library, "_SYSTEM_FOLDERS", ())
     wheel = _fake_ucx(tmp_path / "wheel", "cuda")

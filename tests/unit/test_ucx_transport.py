@@ -68,9 +68,7 @@ def test_require_one_sided_refuses_before_any_byte_moves() -> None:
     target, _ = _link()
     transport = UcxTransport(require_one_sided=True)
     reader = Reader.open(transport, PAGE)
-    with pytest.raises(
-        NotOneSidedError, match=r"over tcp/\S+, which has no one-sided read.*KVRDMA_UCX_LIB"
-    ) as raised:
+    with pytest.raises(NotOneSidedError, match=r"over tcp/\S+, which has no one-sided read.*KVRDMA_UCX_LIB") as raised:
         transport.connect(*at.exports(target))
     assert raised.value.code == -22
     assert (reader.buffer == at.POISON).all()
@@ -243,7 +241,7 @@ def test_many_peers_and_reads_in_turn() -> None:
         reads.add(reader.transport.read(peer, rows[-1]))
     for ended in drain(reader.transport, reads).values():
         done(ended)
-    everything = as_rows(np.concatenate([part + np.uint64([0, i, 0, 0]) for i, part in enumerate(rows)]))
+    everything = as_rows(np.concatenate([part + np.array([0, i, 0, 0], np.uint64) for i, part in enumerate(rows)]))
     reader.check(everything, [target.buffers[0] for target in targets])
     for transport in (reader.transport, *(target.transport for target in targets)):
         transport.close()
@@ -254,7 +252,6 @@ def test_forked_child_is_told_and_ends() -> None:
         import os, sys
         from kvrdma.errors import TransportClosedError
         from kvrdma_ucx import UcxTransport
-from kvrdma_ucx.blobs import UcxAddress
         transport = UcxTransport()
         child = os.fork()
         if child == 0:
@@ -289,7 +286,6 @@ def test_settings_of_the_user_win_and_the_environment_is_not_touched() -> None:
         import os
         before = dict(os.environ)
         from kvrdma_ucx import UcxTransport
-from kvrdma_ucx.blobs import UcxAddress
         transport = UcxTransport()
         assert dict(os.environ) == before
         print(transport.capabilities().details["transports"])
@@ -309,7 +305,7 @@ def test_connect_gives_up_in_time_and_close_does_not_wait_for_it() -> None:
         process.signal(signal.SIGSTOP)
         transport = UcxTransport(connect_timeout_s=0.5)
         start = time.monotonic()
-        with pytest.raises(ConnectError, match="did not answer within 0.5"):
+        with pytest.raises(ConnectError, match=r"did not answer within 0\.5"):
             transport.connect(address, keys)
         assert time.monotonic() - start < 2
         patient = UcxTransport(connect_timeout_s=30)
@@ -347,9 +343,7 @@ def test_a_peer_that_closes_is_lost_at_once() -> None:
 
 def test_threads_end_with_their_transports() -> None:
     def threads() -> int:
-        return sum(
-            (task / "comm").read_text().strip() == "kvrdma-ucx" for task in Path("/proc/self/task").iterdir()
-        )
+        return sum((task / "comm").read_text().strip() == "kvrdma-ucx" for task in Path("/proc/self/task").iterdir())
 
     before = threads()
     transports = [UcxTransport() for _ in range(3)]

@@ -22,7 +22,7 @@ class Transport:
     """(arg: object, /) -> int"""
 
     def facts(self) -> tuple[str, list[str], bool, bool]:
-        """(version, resources, cuda, can refuse emulation)"""
+        """(version, resources, cuda, refuses emulation)"""
 
     def register(self, addr: int, nbytes: int, cuda: int) -> tuple[int, int, bytes, bytes]:
         """(id, slot, cookie, rkey); cuda is the GPU's index or -1."""
@@ -32,9 +32,9 @@ class Transport:
     def address(self) -> tuple[bytes, bytes, int, bytes]:
         """(worker address, instance, table addr, table rkey)"""
 
-    def connect(self, worker: bytes, instance: bytes, table_addr: int, table_rkey: bytes, regions: Sequence[tuple[int, int, int, bytes, bytes]], timeout_s: float) -> tuple[int, bool, str]:
+    def connect(self, worker: bytes, instance: bytes, table_addr: int, table_rkey: bytes, regions: Sequence[tuple[int, int, int, int, bytes, bytes]], timeout_s: float) -> tuple[int, bool, str]:
         """
-        (peer, one_sided, via); regions are (addr, nbytes, slot, cookie, rkey).
+        (peer, one_sided, via); regions are (addr, nbytes, slot, cuda, cookie, rkey).
         """
 
     def read(self, peer: int, rows: Annotated[NDArray[numpy.uint64], dict(shape=(None, 4), order='C', device='cpu', writable=False)]) -> int: ...

@@ -74,7 +74,8 @@ class UcxTransport:
             resource
             for resource in self._resources
             # Shared memory has no part in endpoints that must report a lost peer.
-            if _ucx.is_one_sided(resource.partition("/")[0]) and not resource.endswith("/memory")
+            if _ucx.is_one_sided(resource.partition("/")[0])
+            and not (self._peer_errors and resource.endswith("/memory"))
         ]
         self._max_slots = _ucx.Transport.max_regions
         # Ends the thread before the interpreter takes down what it uses, whoever forgot to close.

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
-#include <regex>
+#include <sstream>
 #include <string_view>
 
 #include <ucs/config/global_opts.h>
@@ -73,10 +73,11 @@ void Context::query() {
     attr.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
     if (ucp_context_query(handle_, &attr) == UCS_OK)
         memory_types_ = attr.memory_types;
-    const std::string text = printed([&](FILE *out) { ucp_context_print_info(handle_, out); });
-    static const std::regex resource(R"(resource \d+\s*:.*-- (\S+/\S+))");
-    for (std::sregex_iterator it(text.begin(), text.end(), resource), end; it != end; ++it)
-        resources_.push_back((*it)[1]);
+    // "#      resource 1  :  md 1  dev 1  flags -- tcp/eth0"
+    std::istringstream lines(printed([&](FILE *out) { ucp_context_print_info(handle_, out); }));
+    for (std::string line; std::getline(lines, line);)
+        if (const size_t at = line.find(" -- "); at != std::string::npos && line.find(" resource ") < at)
+            resources_.push_back(line.substr(at + 4));
 }
 
 ucp_mem_h Context::map(void *addr, size_t nbytes, ucs_memory_type_t type) const {

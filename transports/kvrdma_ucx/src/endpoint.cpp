@@ -1,9 +1,10 @@
 #include "endpoint.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
-#include <regex>
 #include <set>
+#include <sstream>
 
 namespace kvrdma::ucx {
 
@@ -52,17 +53,22 @@ void Endpoint::create() {
                              "UCX_NET_DEVICES on both sides");
 }
 
-// Lines like "lane[0]:  2:tcp/lo.0 md[1] -> md[1]/tcp/sysdev[255] am keepalive wireup"; 1.13 can say it in no other way.
+// Lines like "#  lane[0]:  2:tcp/lo.0 md[1]  -> md[1]/tcp/sysdev[255] am keepalive": 1.13 can say it in no other way.
 void Endpoint::examine_lanes() {
-    static const std::regex lane(R"(lane\[\d+\]:\s*\d+:(\S+)/(\S+)\.\d+\s.*->([^\n]*))");
-    static const std::regex reads(R"(\brma(_bw)?\b)"), reads_v1(R"(\brma\b)");
-    const std::string text = printed([&](FILE *out) { ucp_ep_print_info(ep_, out); });
-    for (std::sregex_iterator it(text.begin(), text.end(), lane), end; it != end; ++it) {
-        const std::string transport = (*it)[1], device = transport + "/" + (*it)[2].str(), uses = (*it)[3];
-        lanes_ += (lanes_.empty() ? "" : " ") + device;
+    std::istringstream lines(printed([&](FILE *out) { ucp_ep_print_info(ep_, out); }));
+    for (std::string line; std::getline(lines, line);) {
+        const size_t lane = line.find("lane["), arrow = line.find("->");
+        char transport[64], device[64];
+        if (lane == std::string::npos || arrow == std::string::npos ||
+            std::sscanf(line.c_str() + lane, "lane[%*d]: %*d:%63[^/]/%63s", transport, device) != 2)
+            continue;
+        const std::string full = device, via = std::string(transport) + "/" + full.substr(0, full.rfind('.'));
+        lanes_ += (lanes_.empty() ? "" : " ") + via;
         // Before 1.16 a lane of bulk reads (rma_bw) serves rendezvous only, never GET.
-        if (is_one_sided(transport) && std::regex_search(uses, shared_.context.refuses_emulation() ? reads : reads_v1))
-            one_sided_lanes_ += (one_sided_lanes_.empty() ? "" : " ") + device;
+        const bool reads = line.find(" rma#", arrow) != std::string::npos ||
+                           (shared_.context.refuses_emulation() && line.find(" rma_bw#", arrow) != std::string::npos);
+        if (reads && is_one_sided(transport))
+            one_sided_lanes_ += (one_sided_lanes_.empty() ? "" : " ") + via;
     }
     via_ = lanes_;
     if (one_sided_lanes_.empty() && shared_.options.require_one_sided)
