@@ -341,13 +341,17 @@ def test_a_peer_that_closes_is_lost_at_once() -> None:
     reader.transport.close()
 
 
-def test_threads_end_with_their_transports() -> None:
-    def threads() -> int:
-        return sum((task / "comm").read_text().strip() == "kvrdma-ucx" for task in Path("/proc/self/task").iterdir())
+def _threads() -> set[str]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name for task in tasks if (task / "comm").read_text().strip() == "kvrdma-ucx"}
 
-    before = threads()
+
+def test_threads_end_with_their_transports() -> None:
+    before = _threads()
     transports = [UcxTransport() for _ in range(3)]
-    assert threads() == before + 3
+    ours = _threads() - before
+    assert len(ours) == 3
     transports.pop().close()
+    assert len(_threads() & ours) == 2
     del transports
-    assert threads() == before
+    assert not _threads() & ours

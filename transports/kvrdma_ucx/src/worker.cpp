@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -70,6 +71,7 @@ Worker::Worker(const Context &context, const Options &options, Regions &regions,
         create_workers();
         listen();
         thread_ = std::thread([this] { run(); });
+        pthread_setname_np(thread_.native_handle(), "kvrdma-ucx");
     } catch (...) {
         shut_down();
         throw;
@@ -110,7 +112,8 @@ void Worker::submit(Command command) {
 }
 
 void Worker::run() {
-    pthread_setname_np(pthread_self(), "kvrdma-ucx");
+    const sched_param any{}; // a batch thread does not preempt the caller that has just posted and woken it
+    (void)sched_setscheduler(0, SCHED_BATCH, &any);
     int empty = 0;
     while (!stopping_ || (!(endpoints_.empty() && consumers_.empty()) && now_ns() < stop_deadline_ns_)) {
         if (step())
