@@ -110,6 +110,10 @@ class PageFormat(msgspec.Struct, frozen=True):
         """Content bytes of a page in that plane; equals the extent where the page has no holes."""
         return sum(self.heads * self.tokens * p.nbytes for p in self.parts if p.plane == plane)
 
+    def is_dense(self, plane: int) -> bool:
+        """Whether a page is one run of bytes in that plane: only such pages can be reshaped."""
+        return self.plane_extent(plane) == self.plane_nbytes(plane)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorView:

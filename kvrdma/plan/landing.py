@@ -73,6 +73,8 @@ def choose_landing(table: Table, fmt: PageFormat, plane: int, cost: ReadCost) ->
         plane: which plane.
         cost: prices.
     """
+    if not fmt.is_dense(plane):
+        return Landing(table, ())
     parts = [part for part in fmt.parts if part.plane == plane]
     whole = [_land(table, unit, parts[0].itemsize, cost) for unit in _units(fmt, parts)]
     best_whole = min((landing for landing in whole if landing), key=lambda x: len(x.rows), default=None)

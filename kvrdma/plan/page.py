@@ -55,7 +55,8 @@ def fill_page(fmt: PageFormat, shares: Sequence[SourceShare], runs: Runs, cost: 
     mine = any(_is_transposed(part) for part in fmt.parts)
     theirs = any(_is_transposed(part) for share in shares for part in share.format.parts)
     turn = {(True, False): _turn_last, (False, True): _turn_first, (True, True): _turn_parts}.get((mine, theirs))
-    two = turn(fmt, shares, runs, cost) if turn else None
+    dense = all(fmt.is_dense(part.plane) for part in fmt.parts)
+    two = turn(fmt, shares, runs, cost) if turn and dense else None
     if two is not None and mine != theirs and two.price(cost) < fmt.heads * fmt.tokens * cost.row_ns:
         return two  # one step takes at least a row per head and token
     one = _one_step(fmt, shares, runs, cost)

@@ -77,7 +77,8 @@ class _Built:
     dims: str = "BHNC"
 
     def storage(self, nbytes: int, poison: int) -> Bytes:
-        self.storages.append(np.full(nbytes + 2 * SLACK, poison, np.uint8))
+        pattern = np.arange(nbytes + 2 * SLACK) * 167 % 251  # no two neighbours alike, so that moved poison shows
+        self.storages.append(pattern.astype(np.uint8) ^ np.uint8(poison))
         return self.storages[-1][SLACK : SLACK + nbytes]
 
     def add(self, layer: str, tensor: Array | tuple[Array, Array], **parts: Array) -> None:
@@ -245,6 +246,9 @@ def run_reshape(cache: RankCache, step: PageReshape) -> None:
         tensor = cache.tensors[layer]
         apart = isinstance(tensor, tuple) or cache.engine.format.startswith("2B")
         pages = tensor[step.plane] if apart else tensor
+        one = pages[0]
+        reach = one.itemsize + sum((n - 1) * s for n, s in zip(one.shape, one.strides, strict=True))
+        assert reach == one.nbytes, "only pages that are one run of bytes can be reshaped"
         for page in step.pages.tolist():
             addr = pages[page].__array_interface__["data"][0]
             for unit in range(step.reshape.count):

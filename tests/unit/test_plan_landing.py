@@ -183,9 +183,12 @@ def test_every_pair_of_formats(local: str, remote: str) -> None:
 
 
 def test_units_must_agree() -> None:
-    """Two units of two 8-byte atoms: the first landed swapped, the second did not."""
-    stretch, inner, landing = np.array([0, 0, 1, 1]), np.array([0, 8, 0, 8]), np.array([0, 8, 8, 0])
-    assert _transpose(stretch, inner, landing, (np.full(4, 8), Unit(0, 16, 2, 16))) is None
+    """Two units of four 8-byte atoms: the first landed transposed, the second in place."""
+    stretch, inner = np.repeat([0, 1], 4), np.tile([0, 8, 16, 24], 2)
+    turned, kept = [0, 16, 8, 24], [0, 8, 16, 24]
+    sizes = np.full(8, 8), Unit(0, 32, 2, 32)
+    assert _transpose(stretch, inner, np.array(turned + turned), sizes) == ((2, 2), (1, 0), 8)
+    assert _transpose(stretch, inner, np.array(turned + kept), sizes) is None
 
 
 def test_cost_decides() -> None:

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrdma.errors import PlanError
-from kvrdma.plan import BlockSpan, ReadPlan, TokenRange
+from kvrdma.plan import BlockSpan, PageReshape, ReadPlan, TokenRange
+from kvrdma.reshape import PagedMemory, apply_at
 from kvrdma.topology import EngineShape, RankId
 from tests.helpers import kv_oracle as kv
 from tests.helpers.kv_cases import BALANCED, RESHAPE, Case, Group, Tamper, random_case, run_case
@@ -49,6 +50,28 @@ def test_fast_oracle_equals_the_slow_one() -> None:
         assert kv.differing(fast.consumer.storages, slow.consumer.storages) == []
         for rank, cache in fast.producers.items():
             assert kv.differing(cache.storages, slow.producers[rank].storages) == []
+
+
+def _apply_for_real(cache: kv.RankCache, step: PageReshape) -> None:
+    """Run the reshape as the engine does: on pages described by the layout alone."""
+    layout = cache.layout
+    for name in step.layers:
+        layer = layout.by_name()[name]
+        plane = layer.planes[step.plane]
+        addr = layout.regions[plane.region].addr + plane.offset
+        nbytes = layout.format_of(layer).plane_extent(step.plane)
+        apply_at(step.reshape, PagedMemory(addr, plane.page_stride, plane.num_pages, nbytes), step.pages)
+
+
+@pytest.mark.needs("torch")
+def test_the_reshape_package_finishes_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's reshapes, run by the CPU path that engines use instead of the test's own numpy lines."""
+    monkeypatch.setattr(kv, "run_reshape", _apply_for_real)
+    steps = 0
+    for seed in range(600):
+        case = replace(random_case(random.Random(seed)), cost=RESHAPE)
+        steps += len(run_case(case).plan.reshapes)
+    assert steps > 60
 
 
 def prompt_case(prompt: int, block: int, cached: int, extra: int, *, order: int) -> Case:
