@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, ClassVar
 
-from kvrdma.errors import BlobError, ConfigError, RegistrationError, TransportUnavailableError
+from kvrdma.errors import BlobError, ConfigError, ConnectError, RegistrationError, TransportUnavailableError
 from kvrdma.rows import as_rows
 from kvrdma.transport import (
     Capabilities,
@@ -123,6 +123,7 @@ class UcxTransport:
     def connect(self, address: bytes, keys: Sequence[bytes]) -> Peer:
         """Connect, check that the peer is the one that wrote ``address``, and read its cookie one-sided."""
         where = UcxAddress.unpack(address)
+        self._check_version(where.ucx_version)
         memory = [UcxKey.unpack(key, self._max_slots) for key in keys]
         for index, key in enumerate(memory):
             if key.instance != where.instance:
@@ -157,6 +158,14 @@ class UcxTransport:
     def close(self) -> None:
         """Close every endpoint by force and end the progress thread."""
         self._core.close()
+
+    def _check_version(self, theirs: str) -> None:
+        # Releases do not understand each other: greeted by 1.22, 1.13 aborts the process that is to be read.
+        if theirs.split(".")[:2] != self._version.split(".")[:2]:
+            raise ConnectError(
+                f"the peer runs UCX {theirs}, this process {self._version} ({self._library.path}): both sides "
+                "need the same minor version; point KVRDMA_UCX_LIB to it on one of them"
+            )
 
 
 def _gpu(device: Device) -> int:
