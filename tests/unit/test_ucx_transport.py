@@ -155,7 +155,7 @@ def test_another_minor_version_is_refused_before_it_is_contacted() -> None:
     """Found the hard way: a target with 1.13 aborts when it is greeted by 1.22."""
     target, reader = _link()
     address, keys = at.exports(target)
-    theirs = "1.21.3" if not _is_old(reader.transport) else "1.22.0"
+    theirs = "1.21.3" if not _is_old(target.transport) else "1.22.0"
     old = UcxAddress.unpack(address)._replace(ucx_version=theirs, worker=b"would crash")
     with pytest.raises(ConnectError, match=rf"the peer runs UCX {theirs}, this process 1\."):
         reader.transport.connect(old.pack(), keys)
