@@ -14,7 +14,7 @@ from kvrdma.connector.metadata import Publication, StepMetadata
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import LeaseError
 from kvrdma.lease import FenceTable, LeaseKey
-from kvrdma.reference import PullReference
+from kvrdma.reference import PullReference, id_text
 from kvrdma.sidechannel import Endpoint
 from kvrdma.topology import EngineShape
 
@@ -107,7 +107,7 @@ class Exports:
             num_tokens=num_tokens,
             blocks=(),
             first_blocks=(),
-            request_id=request_id[:4096],
+            request_id=id_text(request_id),
             lease_s=lease_s,
             tp_size=self._shape.tp_size,
             dcp_size=self._shape.dcp_size,

@@ -17,6 +17,7 @@ from kvrdma.errors import (
     IncompatibleError,
     KVRDMAError,
     PeerUnavailableError,
+    PullAbortedError,
     PullTimeoutError,
     ReadCancelledError,
     TransportError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvrdma.connector.options import ConnectorOptions
+    from kvrdma.reference import PullReference
 
 _PEERS_FAULT = (TransportError, ControlError, PullTimeoutError, PeerUnavailableError)
 _COUNTED = ("fence_rejections", "pulls_retried", "publications_expired", "publications_done")
@@ -57,8 +59,7 @@ class WorkerSide:
         self._engine: Engine | None = None
         self._caches: Caches | None = None
         self._stages: tuple[tuple[str, ...], ...] = ()
-        self._loading: dict[str, str] = {}
-        """Request to the engine it is pulled from."""
+        self._loading: dict[str, PullReference] = {}
         self._held_back: dict[str, KVRDMAError] = {}
         self._publishing: set[str] = set()
         self._results = Results()
@@ -148,9 +149,11 @@ class WorkerSide:
             self._results.sent.add(publication.request_id)
             return
         self._publishing.add(publication.request_id)
+        if publication.lease_s is not None:
+            self.engine.extend(publication.request_id, publication.lease_s)
 
     def _load(self, load: Load) -> None:
-        self._loading[load.request_id] = load.reference.engine_id
+        self._loading[load.request_id] = load.reference
         spans = [BlockSpan(group.ids, group.first) for group in load.groups]
         try:
             self.engine.pull(load.request_id, load.reference, spans, tokens=[group.tokens for group in load.groups])
@@ -183,9 +186,12 @@ class WorkerSide:
                 self._load_failed(request_id, self._held_back.pop(request_id))
 
     def _load_failed(self, request_id: str, reason: KVRDMAError) -> None:
-        peer = self._loading.pop(request_id, None)
-        if peer is None:
+        reference = self._loading.pop(request_id, None)
+        if reference is None:
             return
+        peer = reference.engine_id
+        if isinstance(reason, PullAbortedError) and self._engine is not None:
+            self._engine.decline(reference)  # aborted in the handshake, nobody has been told yet
         _log.warning("request %s could not be loaded from engine %s: %s", request_id, peer, reason)
         self._stats.failed(peer, type(reason).__name__)
         if isinstance(reason, _PEERS_FAULT) and not isinstance(reason, ReadCancelledError | IncompatibleError):

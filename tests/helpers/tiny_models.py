@@ -32,7 +32,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def write_llama(folder: Path, **changes: Any) -> Path:
+def write_llama(folder: Path, **changes: object) -> Path:
     """Write a Llama with seeded weights: flat attention, so that every position counts, and strong values."""
     config = {**LLAMA, **changes}
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """A vLLM engine in a process of its own, stepped by itself and driven through a pipe."""
 
+# ruff: noqa: ANN401 - vLLM's objects are not type-checked with us
+
 from __future__ import annotations
 
 import multiprocessing
@@ -153,7 +155,7 @@ def _counter_of(seen: dict[str, int]) -> Any:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
             if scheduler_stats is not None:
                 external = scheduler_stats.connector_prefix_cache_stats
                 seen["external_tokens"] += external.hits if external else 0
@@ -166,20 +168,16 @@ def _counter_of(seen: dict[str, int]) -> Any:
 
 
 def _loop(pipe: Connection, state: _State) -> None:
+    """Step the engine and answer calls, until told to stop."""
     core = state.engine.engine_core.engine_core
     waiting: str | None = None
     while True:
         busy = core.scheduler.has_requests()
         if busy:
-            for output in state.engine.step():
-                if output.finished:
-                    state.ended[output.request_id] = _answer(output)
+            _step(state)
         if waiting is not None:
             if waiting in state.ended:
                 pipe.send(("value", state.ended.pop(waiting)))
-                waiting = None
-            elif not busy and waiting not in state.engine.output_processor.request_states:
-                pipe.send(("error", f"request {waiting} is gone"))
                 waiting = None
         elif pipe.poll(0 if busy else 0.01):
             name, arguments = pipe.recv()
@@ -188,11 +186,21 @@ def _loop(pipe: Connection, state: _State) -> None:
                 return
             if name == "result":
                 waiting = arguments[0]
-                continue
-            try:
-                pipe.send(("value", _COMMANDS[name](state, *arguments)))
-            except Exception as error:  # noqa: BLE001 - told to the test
-                pipe.send(("error", f"{type(error).__name__}: {error}"))
+            else:
+                _answer_call(pipe, state, name, arguments)
+
+
+def _step(state: _State) -> None:
+    for output in state.engine.step():
+        if output.finished:
+            state.ended[output.request_id] = _answer(output)
+
+
+def _answer_call(pipe: Connection, state: _State, name: str, arguments: tuple[Any, ...]) -> None:
+    try:
+        pipe.send(("value", _COMMANDS[name](state, *arguments)))
+    except Exception as error:  # noqa: BLE001 - told to the test
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
 
 
 def _do_add(state: _State, request_id: str, prompt: list[int], params: Any, max_tokens: int) -> None:
