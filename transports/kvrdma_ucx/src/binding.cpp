@@ -80,6 +80,7 @@ NB_MODULE(_ucx, module) {
     using kvrdma::ucx::Options;
     using kvrdma::ucx::Transport;
     kvrdma::register_translator();
+    nb::set_leak_warnings(false); // an interpreter may end with transports open: they are closed, not destroyed
     nb::call_guard<nb::gil_scoped_release> unlocked;
     module.doc() = "The native part of kvrdma_ucx; kvrdma_ucx.transport is its only user.";
     module.def("ucx_version", &kvrdma::ucx::ucx_version, "Version of the UCX that was loaded.");

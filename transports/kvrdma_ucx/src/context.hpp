@@ -28,7 +28,7 @@ class Context {
     bool supports(ucs_memory_type_t type) const noexcept { return memory_types_ & UCS_BIT(type); }
     // "rc_mlx5/mlx5_0:1", "tcp/eth0", ...: every transport and device UCX opened.
     const std::vector<std::string> &resources() const noexcept { return resources_; }
-    // Whether UCX itself cancels a GET it would have to emulate (1.16 and newer); else the lanes must tell.
+    // Whether UCX can be told to cancel a GET it would have to emulate (1.13 cannot); else the lanes must tell.
     bool refuses_emulation() const noexcept { return refuses_emulation_; }
 
     ucp_mem_h map(void *addr, size_t nbytes, ucs_memory_type_t type) const;

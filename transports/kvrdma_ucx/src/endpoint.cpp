@@ -64,7 +64,7 @@ void Endpoint::examine_lanes() {
             continue;
         const std::string full = device, via = std::string(transport) + "/" + full.substr(0, full.rfind('.'));
         lanes_ += (lanes_.empty() ? "" : " ") + via;
-        // Before 1.16 a lane of bulk reads (rma_bw) serves rendezvous only, never GET.
+        // In old versions a lane of bulk reads (rma_bw) serves rendezvous only, never GET.
         const bool reads = line.find(" rma#", arrow) != std::string::npos ||
                            (shared_.context.refuses_emulation() && line.find(" rma_bw#", arrow) != std::string::npos);
         if (reads && is_one_sided(transport))

@@ -2,7 +2,7 @@
 //
 // Peers are greeted before anything is read, and where UCX has no one-sided GET the reads are served by messages, too.
 // UCX's own emulation of GET is never used: its target copies from whatever raw address it is sent, and aborts the
-// whole process when a reader goes away in mid-read ("unexpected error" in ucp_request.inl, 1.13 to 1.22). Here the
+// whole process when a reader goes away in mid-read ("unexpected error" in ucp_request.inl, seen with 1.22). Here the
 // serving side checks region, cookie and bounds of every piece, and copies while the region cannot be deregistered.
 #pragma once
 
