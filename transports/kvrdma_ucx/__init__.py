@@ -1,4 +1,4 @@
-"""Reads memory of other processes and hosts with UCX: RDMA, CUDA IPC, and TCP by emulation."""
+"""Reads memory of other processes and hosts with UCX: RDMA and CUDA IPC one-sided, TCP served by the peer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ constexpr Setting kDefaults[] = {
     {"CUDA_IPC_ENABLE_GET_ZCOPY", "y"},    // else pulls between GPUs without NVLink are staged, 100x slower
     {"RCACHE_PURGE_ON_FORK", "y"},         // a child must not inherit cached registrations
     {"KEEPALIVE_INTERVAL", "1s"},          // notices a dead peer of an idle RDMA endpoint; TCP notices by itself
-    {"TCP_TX_SEG_SIZE", "64k"},            // emulated reads answer in pieces of this size
+    {"TCP_TX_SEG_SIZE", "64k"},            // served reads come in pieces of this size
     {"TCP_RX_SEG_SIZE", "128k"},
 };
 
