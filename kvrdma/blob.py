@@ -33,9 +33,7 @@ def unseal(kind: str, version: int, blob: bytes) -> bytes:
     """
     minimum = _HEADER.size + _CRC.size
     if not minimum <= len(blob) <= MAX_BLOB_BYTES:
-        raise BlobError(
-            f"{kind} blob has {len(blob)} bytes: need {minimum} to {MAX_BLOB_BYTES}; it was truncated"
-        )
+        raise BlobError(f"{kind} blob has {len(blob)} bytes: need {minimum} to {MAX_BLOB_BYTES}; it was truncated")
     magic, got_version, got_kind, nbytes = _HEADER.unpack_from(blob)
     if magic != _MAGIC:
         raise BlobError(f"{kind} blob starts with {magic!r}, not {_MAGIC!r}: it is not from kvrdma")
@@ -47,7 +45,5 @@ def unseal(kind: str, version: int, blob: bytes) -> bytes:
     if name != kind:
         raise BlobError(f"blob is of kind {name!r} where {kind!r} is needed: it belongs to another transport")
     if got_version != version:
-        raise BlobError(
-            f"{kind} blob has version {got_version}, this side reads {version}: use one kvrdma version"
-        )
+        raise BlobError(f"{kind} blob has version {got_version}, this side reads {version}: use one kvrdma version")
     return blob[_HEADER.size : -_CRC.size]

@@ -37,9 +37,7 @@ def as_rows(rows: Rows | Iterable[Sequence[int]]) -> Rows:
     if array.size == 0:
         return np.empty((0, 4), np.uint64)
     if array.ndim != 2 or array.shape[1] != 4:
-        raise RowsError(
-            f"rows have shape {array.shape}: need (N, 4), one (local addr, region, offset, length) each"
-        )
+        raise RowsError(f"rows have shape {array.shape}: need (N, 4), one (local addr, region, offset, length) each")
     if array.dtype.kind == "O" and not all(isinstance(value, int | np.integer) for value in array.flat):
         raise RowsError(f"rows hold something other than integers: {array.tolist()[0]!r}, ...")
     if array.dtype.kind not in "uiO":

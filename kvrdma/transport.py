@@ -240,9 +240,7 @@ def poll_until(transport: Transport, read: ReadId, timeout_s: float = 60.0) -> l
             return sorted(seen, key=lambda done: not isinstance(done, PeerLost) and done.read == read)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise errors.ReadTimeoutError(
-                f"read {read} did not end within {timeout_s:g} s; it may still write"
-            )
+            raise errors.ReadTimeoutError(f"read {read} did not end within {timeout_s:g} s; it may still write")
         wait([transport], left_s)
 
 

@@ -205,9 +205,6 @@ def test_plain_install_on_a_bare_host(wheel: Path, tmp_path: Path) -> None:
     ended = subprocess.run(
         [*link, "--transport", "ucx"], capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
     )
-    if (
-        "libucp.so.0"
-        not in subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
-    ):
+    if "libucp.so.0" not in subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=False).stdout:
         assert ended.returncode != 0
         assert "kvrdma[ucx]" in ended.stderr

@@ -96,9 +96,7 @@ class BytesContract(ContractBase):
         reader, _, peer, sources = self.link(total, [total])
         pieces = [(int(starts[i]), 0, int(starts[99 - i]), int(lengths[99 - i])) for i in order]
         local = np.concatenate(([0], np.cumsum([n for *_, n in pieces])))
-        rows = reader.rows(
-            [(int(at_), 0, off, n) for at_, (_, _, off, n) in zip(local, pieces, strict=False)]
-        )
+        rows = reader.rows([(int(at_), 0, off, n) for at_, (_, _, off, n) in zip(local, pieces, strict=False)])
         done(reader.read(peer, rows))
         reader.check(rows, sources)
 
@@ -174,8 +172,7 @@ class BytesContract(ContractBase):
         peers = [self.connect(reader, target) for target in targets]
         assert len({peer.id for peer in peers}) == 3
         reads = {
-            reader.transport.read(peer, reader.rows([(i * PAGE, 0, 0, PAGE)])): peer
-            for i, peer in enumerate(peers)
+            reader.transport.read(peer, reader.rows([(i * PAGE, 0, 0, PAGE)])): peer for i, peer in enumerate(peers)
         }
         for read, ended in drain(reader.transport, set(reads)).items():
             assert done(ended).peer == reads[read].id

@@ -216,9 +216,7 @@ class LifetimeContract(ContractBase):
         start_fds, start_bytes = 0, 0
         for round_ in range(200):
             for _ in range(10):
-                drain(
-                    reader.transport, {reader.transport.read(peer, rows[i : i + 7]) for i in range(0, 60, 6)}
-                )
+                drain(reader.transport, {reader.transport.read(peer, rows[i : i + 7]) for i in range(0, 60, 6)})
             extra = reader.transport.register(reader.buffer.ctypes.data, PAGE, Device())
             again = self.connect(reader, target)
             reader.transport.disconnect(again)

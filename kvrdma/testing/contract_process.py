@@ -147,9 +147,7 @@ class ProcessPartContract(ContractBase):
             elif how != "return":
                 sys.exit(0)
         """)
-        ended = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
-        )
+        ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
         assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -68,9 +68,7 @@ class PeerProcess:
         except (EOFError, ConnectionError) as error:
             self._process.join(5)
             code = self._process.exitcode
-            raise PeerProcessError(
-                f"process {self.pid} died (exit code {code}) while it ran {name}"
-            ) from error
+            raise PeerProcessError(f"process {self.pid} died (exit code {code}) while it ran {name}") from error
         if not worked:
             raise PeerProcessError(f"{name} failed in process {self.pid}:\n{value}")
         result: T = value

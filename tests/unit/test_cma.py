@@ -44,9 +44,7 @@ def test_reused_pid_is_refused() -> None:
         address, keys = process.call(at.exports)
         start = _Address._make(_ADDRESS.unpack(unseal("cma/address", 1, address))).start_time
         transport = CmaTransport()
-        with pytest.raises(
-            PeerIdentityError, match=rf"tick {start} .* started at {start - 1}: the PID was reused"
-        ):
+        with pytest.raises(PeerIdentityError, match=rf"tick {start} .* started at {start - 1}: the PID was reused"):
             transport.connect(_altered(address, start_time=start - 1), keys)
         transport.close()
 
@@ -242,9 +240,7 @@ def test_forked_child_is_refused() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     """
     lines = "\n".join(line[8:] for line in script.splitlines())
-    ended = subprocess.run(
-        [sys.executable, "-c", lines], capture_output=True, text=True, timeout=60, check=True
-    )
+    ended = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "7\n"
 
 

@@ -15,9 +15,7 @@ from kvrdma.testing import target as at
 from kvrdma.testing.target import Reader, done
 from kvrdma.transport import Device, Peer, completion_of, installed_transports, open_transport
 
-PIECES = st.lists(
-    st.tuples(st.integers(0, 12), st.integers(0, 1), st.integers(0, 12), st.integers(0, 2)), max_size=24
-)
+PIECES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 1), st.integers(0, 12), st.integers(0, 2)), max_size=24)
 
 
 def _bytes_moved(rows: list[list[int]]) -> set[tuple[int, int, int]]:
@@ -40,12 +38,8 @@ def test_merging_finds_every_pair_in_any_order(order: list[int], cuts: set[int])
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    st.permutations(range(24)), st.permutations(range(24)), st.integers(1, 24), st.sampled_from([1, 8, 4096])
-)
-def test_native_merging_equals_the_definition(
-    local: list[int], remote: list[int], count: int, block: int
-) -> None:
+@given(st.permutations(range(24)), st.permutations(range(24)), st.integers(1, 24), st.sampled_from([1, 8, 4096]))
+def test_native_merging_equals_the_definition(local: list[int], remote: list[int], count: int, block: int) -> None:
     reader, peer = _native_pair()
     pieces = [(a * block, 0, b * block, block) for a, b in zip(local[:count], remote[:count], strict=True)]
     rows = reader.rows(pieces)
@@ -72,9 +66,7 @@ def test_rows_keep_values_above_2_63() -> None:
 
 
 def test_check_names_row_values_and_bound() -> None:
-    with pytest.raises(
-        RowsError, match=r"row 1 \(local 0x64, region 0, offset 90, length 20\): ends at byte 110 of a"
-    ):
+    with pytest.raises(RowsError, match=r"row 1 \(local 0x64, region 0, offset 90, length 20\): ends at byte 110 of a"):
         check_rows(as_rows([(100, 0, 0, 1), (100, 0, 90, 20)]), [(100, 50)], [100])
 
 
@@ -112,9 +104,7 @@ def test_devices() -> None:
 
 def test_unknown_transport_lists_the_installed_ones() -> None:
     assert {"cma", "memory", "ucx"} <= set(installed_transports())
-    with pytest.raises(
-        TransportUnavailableError, match=r"'nosuch' is not installed; installed: cma, memory, ucx"
-    ):
+    with pytest.raises(TransportUnavailableError, match=r"'nosuch' is not installed; installed: cma, memory, ucx"):
         open_transport("nosuch")
 
 

@@ -98,9 +98,7 @@ class CmaTransport:
 
     def register(self, addr: int, nbytes: int, device: Device) -> Region:
         if device.kind != "cpu":
-            raise RegistrationError(
-                f"cma reads host memory only, not {device}: use a transport for {device.kind}"
-            )
+            raise RegistrationError(f"cma reads host memory only, not {device}: use a transport for {device.kind}")
         if not (0 < addr < 1 << 64 and 0 < nbytes < 1 << 64):
             raise RegistrationError(f"cma cannot register {nbytes} bytes at {addr:#x}")
         number, cookie_addr, cookie = self._core.add_region(addr, nbytes)
@@ -121,9 +119,7 @@ class CmaTransport:
         memory = [_Key._make(_unpack("cma/key", _KEY, key)) for key in keys]
         for index, key in enumerate(memory):
             if key.owner != where.cookie:
-                raise BlobError(
-                    f"key {index} is not from the process of this address: exchange both together"
-                )
+                raise BlobError(f"key {index} is not from the process of this address: exchange both together")
         _check_same_host(where)
         identity = (where.pid, where.start_time, where.cookie_addr, where.cookie)
         try:

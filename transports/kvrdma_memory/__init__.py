@@ -84,9 +84,7 @@ class MemoryTransport:
         with self._lock:
             self._check_open()
             number = next(self._ids)
-            key = seal(
-                "memory/key", 1, self._token + number.to_bytes(8, "little") + nbytes.to_bytes(8, "little")
-            )
+            key = seal("memory/key", 1, self._token + number.to_bytes(8, "little") + nbytes.to_bytes(8, "little"))
             region = self._regions[number] = Region(number, addr, nbytes, device, key)
             return region
 
@@ -97,9 +95,7 @@ class MemoryTransport:
                 raise RegistrationError(f"region {region.id} is not registered with this transport")
             for read, _, rows, _ in self._posted:
                 if any(region.addr <= addr < region.addr + region.nbytes for addr in rows[:, 0].tolist()):
-                    raise RegionBusyError(
-                        f"region {region.id} is the destination of read {read}: poll until it ends"
-                    )
+                    raise RegionBusyError(f"region {region.id} is the destination of read {read}: poll until it ends")
             del self._regions[region.id]
 
     def address(self) -> bytes:
@@ -115,9 +111,7 @@ class MemoryTransport:
         if remote is None:
             raise ConnectError("no open memory transport of this process has that address")
         numbers = [int.from_bytes(payload[16:24], "little") for payload in payloads]
-        regions = tuple(
-            RemoteRegion(int.from_bytes(payload[24:], "little"), Device()) for payload in payloads
-        )
+        regions = tuple(RemoteRegion(int.from_bytes(payload[24:], "little"), Device()) for payload in payloads)
         with self._lock:
             self._check_open()
             peer = Peer(PeerId(next(self._ids)), self.name, regions, one_sided=True, via="memmove")
@@ -152,9 +146,7 @@ class MemoryTransport:
 
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
-            self._cancel(
-                [post for post in self._posted if post[1].id == peer.id], f"peer {peer.id} was disconnected"
-            )
+            self._cancel([post for post in self._posted if post[1].id == peer.id], f"peer {peer.id} was disconnected")
             self._remote.pop(peer.id, None)
 
     def close(self) -> None:
@@ -194,6 +186,4 @@ class MemoryTransport:
     def _cancel(self, posts: list[tuple[ReadId, Peer, Rows, int]], why: str) -> None:
         for post in posts:
             self._posted.remove(post)
-            self._completions.append(
-                ReadFailed(post[0], post[1].id, ReadCancelledError(f"read {post[0]}: {why}"))
-            )
+            self._completions.append(ReadFailed(post[0], post[1].id, ReadCancelledError(f"read {post[0]}: {why}")))
