@@ -91,6 +91,18 @@ def sizes_of(shape: EngineShape) -> Sizes:
     )
 
 
+def size_numbers(shape: EngineShape) -> dict[str, int]:
+    """Say the same in a rank's description, as numbers."""
+    said = sizes_of(shape)
+    return {
+        "tp_size": said["tp_size"],
+        "dcp_size": said["dcp_size"],
+        "pp_size": said["pp_size"],
+        "interleave": said["interleave"],
+        "dcp_across_tp": int(said["dcp_across_tp"]),
+    }
+
+
 def with_stages(shape: EngineShape, layouts: Mapping[RankId, KVLayout], stages: int) -> EngineShape:
     """Fill in the layers of each stage, now that layouts are known."""
     if stages == 1:
@@ -147,6 +159,10 @@ def check_description(mine: Mapping[str, str], theirs: RankDescription, referenc
             f"engine {theirs.engine_id} was restarted: {where} is of generation {theirs.generation}, the reference of "
             f"{reference.engine_generation}; its blocks are gone, compute the request again"
         )
+    for name, size in theirs.sizes.items():
+        said = getattr(reference, name, None)
+        if said != size:
+            raise IncompatibleError(f"{name} differs: reference {said!r}, {where} {size!r}: the reference was altered")
     for name in sorted({*mine, *theirs.model}):
         ours, other = mine.get(name, "(not given)"), theirs.model.get(name, "(not given)")
         if ours != other:

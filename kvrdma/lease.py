@@ -188,7 +188,7 @@ class LeaseBook:
         self._leases: dict[LeaseKey, _Lease] = {}
         self._keys: dict[Hashable, LeaseKey] = {}
         self._by_slot: dict[int, LeaseKey] = {}
-        self._early: OrderedDict[LeaseKey, list[tuple[str, int, frozenset[int]]]] = OrderedDict()
+        self._early: OrderedDict[LeaseKey, dict[tuple[str, int], frozenset[int]]] = OrderedDict()
         self._early_size = 0
         self._ended: list[Ended] = []
 
@@ -221,7 +221,7 @@ class LeaseBook:
         self._leases[key] = _Lease(request_id, now_s + self._lease_s, consumers)
         self._keys[request_id] = key
         self._by_slot[key.slot] = key
-        for consumer, rank, readers in self._take_early(key):
+        for (consumer, rank), readers in self._take_early(key).items():
             if adopted:  # nobody can have known a lease of our own before
                 self.done(key, consumer, rank, readers)
         return key
@@ -266,14 +266,16 @@ class LeaseBook:
     def _remember(self, key: LeaseKey, consumer: str, rank: int, readers: frozenset[int]) -> None:
         if not 0 <= key.slot < len(self._table) or self._table.word(key.slot) >> 1 >= key.generation:
             return  # it has ended, or never was
-        self._early.setdefault(key, []).append((consumer, rank, readers))
-        self._early_size += 1 + len(readers)
+        early = self._early.setdefault(key, {})
+        if (consumer, rank) not in early:
+            early[consumer, rank] = readers
+            self._early_size += 1 + len(readers)
         while self._early_size > _MAX_EARLY:
             self._take_early(next(iter(self._early)))
 
-    def _take_early(self, key: LeaseKey) -> list[tuple[str, int, frozenset[int]]]:
-        messages = self._early.pop(key, [])
-        self._early_size -= sum(1 + len(readers) for _, _, readers in messages)
+    def _take_early(self, key: LeaseKey) -> dict[tuple[str, int], frozenset[int]]:
+        messages = self._early.pop(key, {})
+        self._early_size -= sum(1 + len(readers) for readers in messages.values())
         return messages
 
     def renew(self, keys: Iterable[LeaseKey], now_s: float) -> int:

@@ -127,6 +127,8 @@ class RankDescription(msgspec.Struct, frozen=True, array_like=True):
     """Version, for people."""
     start: Count = 0
     """Of the rank's process: another one after every start."""
+    sizes: dict[Name, Small] = {}
+    """How the engine is split; what a reference says has to be the same."""
 
 
 class DescribeRanks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -236,9 +238,7 @@ def decode(frame: bytes) -> Message:
         MessageError: too long or short, not from kvrdma, or not a known message with values in range.
     """
     if not _HEADER.size < len(frame) <= MAX_FRAME_BYTES:
-        raise MessageError(
-            f"control frame has {len(frame)} bytes: need {_HEADER.size + 1} to {MAX_FRAME_BYTES}"
-        )
+        raise MessageError(f"control frame has {len(frame)} bytes: need {_HEADER.size + 1} to {MAX_FRAME_BYTES}")
     magic, version = _HEADER.unpack_from(frame)
     if magic != _MAGIC:
         raise MessageError(f"control frame starts with {magic!r}, not {_MAGIC!r}: it is not from kvrdma")

@@ -72,7 +72,8 @@ class Consumer:
         self._holding.release(wanted.request_id)
         pull = self._pulls[wanted.request_id] = Pull(wanted)
         self._parts.stats.pulls_started += 1
-        pull.deadline = self._loop.after(wanted.deadline_s - self._loop.now(), lambda: self._time_out(pull))
+        left_s = wanted.deadline_s - self._loop.now()
+        pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
         self._try(pull)
 
     def abort(self, request_id: Hashable) -> None:
@@ -193,7 +194,7 @@ class Consumer:
             if self._is_current(pull) and pull.attempts == attempt and pull.reason is None:
                 self._guard(pull, lambda: self._reading.word(pull, index))
 
-        self._loop.after(pull.look_again_s, look)
+        pull.timers[index] = self._loop.after(pull.look_again_s, look)
         pull.look_again_s = min(2 * pull.look_again_s, LAST_LOOK_AGAIN_S)
 
     def _compare(self, pull: Pull) -> None:
@@ -278,8 +279,8 @@ class Consumer:
         what = f"pull {pull.wanted.request_id!r} did not end within {seconds:.3f} s: {pull.state()}"
         pull.fail(PullTimeoutError(what), retryable=False)
         if pull.in_flight:
-            self._loop.after(_QUARANTINE_AFTER_S, lambda: self._quarantine(pull))
-            if pull.peer is not None and pull.peer.heard_s <= pull.posted_s:
+            pull.timers["quarantine"] = self._loop.after(_QUARANTINE_AFTER_S, lambda: self._quarantine(pull))
+            if pull.peer is not None and pull.peer.heard_s <= pull.asked_s:
                 self._peers.drop(pull.peer, blame=True)  # ends its reads; other pulls of the peer are tried again
         self._advance(pull)
 
@@ -311,8 +312,7 @@ class Consumer:
     def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.wanted.request_id]
         self._parts.tenant.leave(pull)
-        if pull.deadline is not None:
-            pull.deadline.cancel()
+        pull.cancel_timers()
 
     def _report_failure(self, pull: Pull) -> None:
         assert pull.reason

@@ -26,6 +26,7 @@ from kvrdma.engine.pull import Wanted
 from kvrdma.engine.reports import Reports
 from kvrdma.engine.shape import Shaper
 from kvrdma.engine.tenant import Tenant
+from kvrdma.engine.threads import EngineThreads
 from kvrdma.errors import MessageError, PlanError, PullAbortedError, PullError, TransportClosedError
 from kvrdma.handshake import Identity
 from kvrdma.layout import KVLayout, TokenShare
@@ -40,11 +41,7 @@ from kvrdma.transport import Transport
 from kvrdma.wire import AnnounceRank, RankAnnounced, RankDescription
 
 _SPARE_WORDS = 16_384
-_CLOSE_S = 5.0
-_HOUSEKEEPING_S = 1.0
 _HOLD_S = 600.0
-_TICK_S = (0.02, 0.5)
-"""Shortest and longest time between two looks at leases and heartbeats."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,8 +84,7 @@ class Engine:
         self._stats = Stats()
         self._reports = Reports()
         self._lock = threading.Lock()
-        self._defect: BaseException | None = None
-        self._closing, self._closed = threading.Event(), False
+        self._closed = False
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
         self.layout = KVLayout.from_tensors(caches, specs, share)
@@ -123,12 +119,8 @@ class Engine:
             if self._outbox is not None:
                 self._outbox.close()
             raise
-        self._threads = [
-            threading.Thread(target=target, name=f"kvrdma {name}", daemon=True)
-            for name, target in (("data", self._move_data), ("clock", self._watch_clock))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = EngineThreads(self._loop, self._consumer, self._peers, self._tenant, self._producer)
+        self._threads.start(self._opened, self._report_the_rest)
 
     def _new_consumer(self, outbox: Outbox, caches: Mapping[str, Any]) -> Consumer:
         self._loop = Loop(list(self._memory.transports.values()), time.monotonic)
@@ -168,6 +160,7 @@ class Engine:
             offers=self._memory.offers(),
             kvrdma=__version__,
             start=self._start_id,
+            sizes=handshake.size_numbers(self.identity.shape),
         )
 
     def announce(self, leader: Endpoint) -> None:
@@ -337,13 +330,9 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-        self._reports.close()
         assert self._outbox
         self._producer.close(self._fence)
-        self._closing.set()
-        self._loop.run(lambda: None)
-        for thread in self._threads:
-            thread.join(_CLOSE_S)
+        self._threads.close()
         for transport in self._opened:
             transport.close()
         self._report_the_rest()
@@ -367,40 +356,14 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise TransportClosedError(f"engine {self.identity.engine_id} is closed")
-        if self._defect is not None:
-            raise PullError(f"engine {self.identity.engine_id} was ended by a defect: {self._defect!r}")
-
-    def _move_data(self) -> None:
-        housekeeping_s = time.monotonic()
-        try:
-            while not self._closing.is_set():
-                self._loop.step(_HOUSEKEEPING_S, self._consumer.take)
-                if time.monotonic() - housekeeping_s > _HOUSEKEEPING_S:
-                    housekeeping_s = time.monotonic()
-                    self._consumer.drop_idle_peers()
-        except BaseException as error:  # noqa: BLE001 - nobody may wait for a thread that has ended
-            self._defect = error
-            _log.exception("engine %s is ended by a defect", self.identity.engine_id)
-        self._consumer.close()
-        self._peers.close()
-        for transport in self._opened:
-            transport.close()
-        self._loop.collect(self._consumer.take)
-        self._consumer.abandon()
-        if self._defect is not None:
-            self._reports.close()
-            self._report_the_rest()
-
-    def _watch_clock(self) -> None:
-        """End leases and renew those of others, whatever the data thread is busy with."""
-        wait_s = 0.0
-        while not self._closing.wait(wait_s):
-            next_s = min(self._producer.expire(), self._tenant.beat())
-            wait_s = min(max(next_s, _TICK_S[0]), _TICK_S[1])
+        if self._threads.defect is not None:
+            raise PullError(f"engine {self.identity.engine_id} was ended by a defect: {self._threads.defect!r}")
 
     def _report_the_rest(self) -> None:
         """Report pulls that never got to the data thread, or were lost by its defect."""
-        why = "closed" if self._defect is None else f"ended by a defect: {self._defect!r}"
+        self._reports.close()
+        defect = self._threads.defect
+        why = "closed" if defect is None else f"ended by a defect: {defect!r}"
         self._reports.fail_the_rest(PullAbortedError(f"engine {self.identity.engine_id} was {why}"))
 
 

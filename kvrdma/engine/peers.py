@@ -193,6 +193,7 @@ class Peers:
     def close(self) -> None:
         """Drop every peer."""
         self._closed = True
+        self._connecting.clear()
         for peer in self.ready():
             self.drop(peer, blame=False)
 

@@ -44,7 +44,8 @@ class Pull:
     """
 
     wanted: Wanted
-    deadline: Timer | None = None
+    timers: dict[Hashable, Timer] = field(default_factory=dict)
+    """What will happen to it, by purpose."""
     attempts: int = 0
     strikes: int = 0
     """Attempts that failed by the connection's fault, not because somebody else gave it up."""
@@ -68,6 +69,8 @@ class Pull:
     """The reshapes have run."""
     look_again_s: float = FIRST_LOOK_AGAIN_S
     """How long to wait before the word of a source that has not published is read again."""
+    asked_s: float = 0.0
+    """When its last read was posted, of data or of a word."""
     posted_s: float = 0.0
     rows_posted: int = 0
     reason: KVRDMAError | None = None
@@ -102,6 +105,12 @@ class Pull:
         self.posted = self.shaped = self.retryable = False
         self.look_again_s = FIRST_LOOK_AGAIN_S
         self.rows_posted = 0
+
+    def cancel_timers(self) -> None:
+        """Let nothing happen to it any more."""
+        for timer in self.timers.values():
+            timer.cancel()
+        self.timers.clear()
 
     def state(self) -> str:
         """Say for people what it waits for."""

@@ -43,6 +43,7 @@ class Reading:
         local = self._fence.clear_spare(pull.landing[index])
         row = np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
         key = ReadKey(link.transport.name, link.transport.read(link.peer, row))
+        pull.asked_s = self._loop.now()
         pull.words[key] = index
         self.reads[key] = pull
 
@@ -62,6 +63,7 @@ class Reading:
                 pull.unfenced.add(index)
                 self.reads[key] = pull
         pull.posted = True
+        pull.asked_s = self._loop.now()
 
     def judge(self, pull: Pull, index: int) -> bool:
         """Follow a word that has arrived; False if the source has not published yet.

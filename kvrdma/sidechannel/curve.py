@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from dataclasses import dataclass
+from functools import lru_cache
 
 import zmq
 from zmq.utils import z85
@@ -24,8 +25,9 @@ class KeyPair:
     private: bytes
 
 
+@lru_cache(maxsize=8)
 def key_pair(secret: str, side: str) -> KeyPair:
-    """Derive the key pair of ``side`` (``"server"`` or ``"client"``); takes about 50 ms, on purpose."""
+    """Derive the key pair of ``side`` (``"server"`` or ``"client"``); takes about 50 ms, on purpose, the first time."""
     salt = f"kvrdma control channel 1 {side}".encode()
     private = z85.encode(hashlib.scrypt(secret.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=32))
     return KeyPair(zmq.curve_public(private), private)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from kvrdma import wire
 from kvrdma.errors import ConfigError, KVRDMAError, MessageError, ProtocolVersionError
 from kvrdma.sidechannel.curve import admit, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
+from kvrdma.sidechannel.holder import port_holder
 from kvrdma.wire import Failed, Message
 
 Handler = Callable[[Message], Message]
@@ -96,8 +98,10 @@ class SideChannelServer:
         try:
             router.bind(bind.url())
         except zmq.ZMQError as error:
+            holder = port_holder(bind.port) if error.errno == errno.EADDRINUSE else ""
             raise ConfigError(
-                f"cannot listen at {bind}: {error.strerror}; choose another port or an address of this host",
+                f"cannot listen at {bind}: {error.strerror}{', held by ' if holder else ''}{holder}; choose another "
+                "port or an address of this host",
                 code=error.errno,
             ) from error
         last = router.getsockopt_string(zmq.LAST_ENDPOINT)

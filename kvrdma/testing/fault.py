@@ -9,6 +9,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from kvrdma.errors import PeerLostError, TransportError
@@ -30,7 +31,8 @@ class Fault(Enum):
     FAIL_AT_POLL = "nothing is moved and the read ends as failed"
     HALF_WRITTEN = "the first half of its rows arrives, then the read ends as failed"
     INLINE = "it is complete before read() returns"
-    LATE = "it moves its bytes and completes only after release()"
+    LATE = "it moves its bytes and completes only after release(); a disconnect fails it"
+    STUCK = "as LATE, but neither disconnect nor close ends it: only release() does"
     NEVER = "it never completes"
     LOSE_PEER = "it fails and its peer is lost"
 
@@ -40,6 +42,7 @@ class _Held:
     read: ReadId
     peer: Peer
     rows: Rows
+    stuck: bool
 
 
 class FaultTransport:
@@ -67,10 +70,16 @@ class FaultTransport:
         self._faults.extend(faults)
 
     def release(self) -> int:
-        """Let every ``LATE`` read happen now; returns how many."""
+        """Let every ``LATE`` and ``STUCK`` read happen now; returns how many.
+
+        A stuck read whose peer was disconnected meanwhile ends as failed.
+        """
         held, self._held = self._held, []
         for late in held:
-            self._post(late.read, late.peer, late.rows)
+            try:
+                self._post(late.read, late.peer, late.rows)
+            except TransportError:
+                self._fail(late.read, late.peer, late.rows)
         return len(held)
 
     def capabilities(self) -> Capabilities:
@@ -104,15 +113,17 @@ class FaultTransport:
         return read
 
     def _apply(self, fault: Fault) -> Callable[[ReadId, Peer, Rows], None]:
-        return {
+        how: dict[Fault, Callable[[ReadId, Peer, Rows], None]] = {
             Fault.NONE: self._post,
             Fault.FAIL_AT_POLL: self._fail,
             Fault.HALF_WRITTEN: self._write_half,
             Fault.INLINE: self._complete_inline,
-            Fault.LATE: self._hold,
+            Fault.LATE: partial(self._hold, stuck=False),
+            Fault.STUCK: partial(self._hold, stuck=True),
             Fault.NEVER: lambda *_: None,
             Fault.LOSE_PEER: self._lose,
-        }[fault]
+        }
+        return how[fault]
 
     def _post(self, read: ReadId, peer: Peer, rows: Rows) -> None:
         self._names[self._inner.read(peer, rows)] = read
@@ -131,8 +142,8 @@ class FaultTransport:
         for completion in poll_until(self._inner, inner):
             self._push(self._renamed(completion))
 
-    def _hold(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        self._held.append(_Held(read, peer, rows.copy()))
+    def _hold(self, read: ReadId, peer: Peer, rows: Rows, *, stuck: bool) -> None:
+        self._held.append(_Held(read, peer, rows.copy(), stuck))
 
     def _lose(self, read: ReadId, peer: Peer, rows: Rows) -> None:
         del rows
@@ -166,7 +177,7 @@ class FaultTransport:
             self._inner.close()
 
     def _end_held(self, which: Callable[[_Held], bool]) -> None:
-        for held in [held for held in self._held if which(held)]:
+        for held in [held for held in self._held if which(held) and not held.stuck]:
             self._held.remove(held)
             self._fail(held.read, held.peer, held.rows)
 

@@ -1,0 +1,240 @@
+"""What the caller, the reference or the peer gets wrong, and who may talk to whom."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrdma.engine import Engine
+from kvrdma.engine.digest import compare_digests
+from kvrdma.engine.links import Ask
+from kvrdma.engine.pull import Pull
+from kvrdma.errors import (
+    AuthenticationError,
+    ConfigError,
+    DataError,
+    IncompatibleError,
+    MessageError,
+    PeerLostError,
+    PeerUnavailableError,
+    PlanError,
+    PullError,
+    TransportError,
+    UnreachableError,
+)
+from kvrdma.handshake import Identity
+from kvrdma.plan import TokenRange
+from kvrdma.sidechannel import Endpoint
+from kvrdma.testing import Fault
+from kvrdma.transport import open_transport
+from tests.helpers.faulty_pair import MODEL, WORD, Scene, until
+from tests.helpers.tagged import SMALL, Side, TaggedCache, busy, done, failed
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    scene = Scene()
+    yield scene
+    scene.close()
+
+
+@pytest.fixture
+def short() -> Iterator[Scene]:
+    scene = Scene(replace(SMALL, pull_timeout_s=0.5))
+    yield scene
+    scene.close()
+
+
+# Arguments and references
+
+
+def test_what_pull_refuses_at_once(scene: Scene) -> None:
+    engine, reference = scene.rank.engine, scene.publish()
+    for blocks in (["a"], [1.5], [[1], 2], [1 << 40], [None]):
+        with pytest.raises(PlanError, match="block ids must be"):
+            engine.pull(1, reference, blocks)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"tokens .* of 12 published"):
+        engine.pull(1, reference, [0], tokens=TokenRange(0, 13))
+    for broken in ({}, {**reference.to_params(), "remote_port": 0}, {**reference.to_params(), "kvrdma": None}):
+        with pytest.raises(MessageError, match="kv_transfer_params"):
+            engine.pull(1, broken, [0])
+    assert busy(engine) == {}
+
+
+def test_what_publish_refuses(scene: Scene) -> None:
+    with pytest.raises(PlanError, match="must not be negative"):
+        scene.sender.engine.publish(1, [-1], 4)
+    with pytest.raises(PlanError, match="must not be negative"):
+        scene.sender.engine.publish(1, [1], -4)
+    assert scene.sender.engine.stats()["leases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "text"),
+    [
+        ({"remote_block_ids": [[8, 6]]}, PlanError, "needs remote page 2"),
+        ({"remote_block_ids": [[8, 6, 99]]}, PlanError, "remote page 99 is outside"),
+        ({"remote_block_ids": [[8, 8, 8]]}, PlanError, "remote page 8 appears twice"),
+        ({"remote_engine_id": "other"}, IncompatibleError, "engine other is asked for"),
+        ({"tp_size": 2}, IncompatibleError, r"has no ranks \[\(0, 1\)\]"),
+        ({"interleave": 4}, IncompatibleError, "interleave differs: reference 4, rank .* 1: the reference was altered"),
+        ({"slot": 1 << 30}, PullError, "lease slot 1073741824, which rank .* does not have"),
+        ({"engine_generation": 17}, IncompatibleError, "was restarted: .* of 17"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_reference_that_was_tampered_with_harms_nobody(
+    scene: Scene, change: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    reference = scene.publish()
+    params = reference.to_params()
+    ours = {key: value for key, value in change.items() if key in params["kvrdma"]}
+    params |= {key: value for key, value in change.items() if key in params}
+    params["kvrdma"] |= ours
+    event = failed(scene.rank.pull(1, params, [0, 1, 2]))
+    assert isinstance(event.reason, kind)
+    assert re.search(text, str(event.reason))
+    assert event.attempts == 1
+    done(scene.rank.pull(2, scene.publish(2, [2]), [3]))
+    assert scene.rank.engine.stats()["peers_lost"] == 0
+    assert busy(scene.rank.engine) == {}
+
+
+# Peers
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"model": "other"}, "model differs: local 'other', rank .* 'tagged'"),
+        ({"model": "tagged", "weights": "sha"}, r"weights differs: local 'sha', .* '\(not given\)'"),
+        ({}, r"model differs: local '\(not given\)'"),
+    ],
+)
+def test_incompatible_facts_are_named(facts: dict[str, str], text: str) -> None:
+    with Side(MODEL) as producer, Side(MODEL, facts=facts or {"x": "y"}) as consumer:
+        event = failed(consumer.ranks[0].pull(1, producer.publish(1, [1], 4), [2]))
+        assert isinstance(event.reason, IncompatibleError)
+        if facts:
+            assert re.search(text, str(event.reason))
+        assert busy(consumer.ranks[0].engine) == {}
+
+
+def test_incompatible_layouts_are_named() -> None:
+    with Side(replace(MODEL, heads=8).split(tp_size=1)) as producer, Side(MODEL) as consumer:
+        event = failed(consumer.ranks[0].pull(1, producer.publish(1, [1], 4), [2]))
+        assert "kv heads" in str(event.reason)
+
+
+@pytest.mark.parametrize(
+    ("allow", "works"),
+    [(("127.0.0.1",), True), (("127.0.0.0/8", "10.0.0.1"), True), (("10.0.0.0/8",), False), (("example",), False)],
+)
+def test_the_allowlist(allow: tuple[str, ...], works: bool) -> None:
+    with Side(MODEL) as producer, Side(MODEL, config=replace(SMALL, allow_peers=allow)) as consumer:
+        event = consumer.ranks[0].pull(1, producer.publish(1, [1], 4), [2])
+        if works:
+            done(event)
+        else:
+            assert isinstance(failed(event).reason, ConfigError)
+            assert "KVRDMA_ALLOW_PEERS" in str(failed(event).reason)
+            assert producer.ranks[0].engine._server.counts.answered == 0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("a" * 16, "b" * 16), ("a" * 16, None), (None, "b" * 16)], ids=["wrong", "none", "surplus"]
+)
+def test_secrets_that_differ(theirs: str | None, ours: str | None) -> None:
+    with (
+        Side(MODEL, config=replace(SMALL, secret=theirs)) as producer,
+        Side(MODEL, config=replace(SMALL, secret=ours)) as consumer,
+    ):
+        event = failed(consumer.ranks[0].pull(1, producer.publish(1, [1], 4), [2]))
+        assert isinstance(event.reason, AuthenticationError | UnreachableError)
+        assert busy(consumer.ranks[0].engine) == {}
+        assert producer.ranks[0].engine.stats()["leases"] == 1
+
+
+def test_the_breaker_opens_and_pulls_fail_at_once() -> None:
+    config = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=0.5, control_timeout_s=0.3)
+    with Side(MODEL, config=config) as producer, Side(MODEL, config=config) as consumer:
+        rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
+        nowhere = msgspec.structs.replace(reference, port=1)
+        for number in range(2):
+            assert isinstance(failed(rank.pull(number, nowhere, [2])).reason, UnreachableError)
+        began_s = time.monotonic()
+        assert isinstance(failed(rank.pull(3, reference, [2])).reason, PeerUnavailableError)
+        assert time.monotonic() - began_s < 0.25
+        assert rank.engine.stats()["handshakes"] == 2
+        time.sleep(0.5)
+        done(rank.pull(4, reference, [2]))  # the probe; it closes the breaker
+        done(rank.pull(5, producer.publish(2, [3], 4), [4]))
+
+
+def test_many_pulls_on_one_broken_connection_are_one_failure(scene: Scene) -> None:
+    """With a threshold of 3, ten pulls that fail together must not open the breaker."""
+    references = [scene.publish(n, [n]) for n in range(10)]
+    scene.fault.inject(*[WORD, Fault.LATE] * 10)
+    for number, reference in enumerate(references):
+        scene.rank.engine.pull(number, reference, [number])
+        until(partial(lambda count: len(scene.fault._held) == count, number + 1))
+    peer = scene.rank.engine._peers.ready()[0]
+    scene.rank.engine._loop.run(lambda: scene.rank.engine._peers.drop(peer, blame=True))
+    assert all(done(event).attempts == 2 for event in scene.rank.wait_for(10))
+
+
+def test_a_lost_peer_is_forgotten_and_found_again() -> None:
+    with Side(MODEL, "p") as producer, Side(MODEL) as consumer:
+        rank = consumer.ranks[0]
+        done(rank.pull(1, producer.publish(1, [1], 4), [2]))
+        reference = producer.publish(2, [1], 4)
+        producer.ranks[0].engine._opened[0].close()
+        event = failed(rank.pull(2, reference, [3]))
+        assert isinstance(event.reason, TransportError | PeerLostError)
+        assert rank.engine.stats()["peers"] == 0
+        assert busy(rank.engine) == {}
+
+
+def test_a_bind_failure_and_what_it_leaves() -> None:
+    with Side(MODEL) as producer:
+        port = producer.ranks[0].engine.endpoint.port
+        with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}.*process \d+ \(.*python"):
+            Side(MODEL, config=replace(SMALL, bind=f"127.0.0.1:{port}"))
+
+
+def test_a_follower_without_its_leader_leaves_nothing_behind() -> None:
+    cache = TaggedCache(MODEL)
+    before = threading.active_count()
+    with pytest.raises(UnreachableError):
+        Engine(
+            cache.tensors,
+            cache.specs(),
+            Identity("x", MODEL.shape),
+            replace(SMALL, control_timeout_s=0.2),
+            transports=[open_transport("memory")],
+            leader=Endpoint("127.0.0.1", 1),
+        )
+    until(lambda: threading.active_count() <= before)
+
+
+def test_digests_name_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(replace(SMALL, verify="digest"))
+    reference = scene.publish()
+
+    def compare_after_a_change(ask: Ask, pull: Pull) -> None:
+        scene.rank.cache.tensors["layer1"][1, 0, 0, 3] ^= 1  # what a bad link does
+        compare_digests(ask, pull)
+
+    monkeypatch.setattr("kvrdma.engine.consumer.compare_digests", compare_after_a_change)
+    event = failed(scene.rank.pull(1, reference, [0, 1, 2]))
+    assert isinstance(event.reason, DataError)
+    assert re.search(r"1 of 4 rows from rank \(0, 0\) by memory .* differ from the producer's bytes", str(event.reason))
+    scene.close()
