@@ -1,0 +1,39 @@
+"""Two vLLM engines that differ in tensor parallel size or block size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.connector.test_e2e_pd import LENGTHS, engine, nothing_left, same, transfer
+from tests.helpers.pd import prompt_of
+
+pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(900)]
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "blocks 32 to 64": ({}, {"block_size": 64}),
+    "blocks 64 to 32": ({"block_size": 64}, {}),
+    "tp 1 to 2": ({}, {"tensor_parallel_size": 2}),
+    "tp 2 to 1": ({"tensor_parallel_size": 2}, {}),
+    "tp 1 to 2, blocks 64 to 32, chunked": (
+        {"block_size": 64, "max_num_batched_tokens": 128},
+        {"tensor_parallel_size": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
+    theirs, ours = SHAPES[name]
+    p, d = engine(tiny_llama, "kv_producer", **theirs), engine(tiny_llama, "kv_consumer", **ours)
+    try:
+        p.wait_ready(), d.wait_ready()
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            same(transfer(p, d, str(length), prompt), p.generate(f"alone{length}", prompt))
+        assert d.call("seen")["external_tokens"] == sum(LENGTHS) - len(LENGTHS)
+        nothing_left(p, d)
+    finally:
+        d.close()
+        p.close()
