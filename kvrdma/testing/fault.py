@@ -133,7 +133,10 @@ class FaultTransport:
         self._push(ReadFailed(read, peer.id, TransportError(f"read {read} failed: injected")))
 
     def _write_half(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        poll_until(self._inner, self._inner.read(peer, rows[: len(rows) // 2]))
+        half = self._inner.read(peer, rows[: len(rows) // 2])
+        for completion in poll_until(self._inner, half):
+            if isinstance(completion, PeerLost) or completion.read != half:
+                self._push(self._renamed(completion))  # of another read: it must not be lost
         self._fail(read, peer, rows)
 
     def _complete_inline(self, read: ReadId, peer: Peer, rows: Rows) -> None:
