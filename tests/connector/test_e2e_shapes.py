@@ -12,11 +12,11 @@ from tests.helpers.pd import prompt_of
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(900)]
 
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "blocks 32 to 64": ({}, {"block_size": 64}),
-    "blocks 64 to 32": ({"block_size": 64}, {}),
-    "tp 1 to 2": ({}, {"tensor_parallel_size": 2}),
-    "tp 2 to 1": ({"tensor_parallel_size": 2}, {}),
-    "tp 1 to 2, blocks 64 to 32, chunked": (
+    "blocks-32-to-64": ({}, {"block_size": 64}),
+    "blocks-64-to-32": ({"block_size": 64}, {}),
+    "tp-1-to-2": ({}, {"tensor_parallel_size": 2}),
+    "tp-2-to-1": ({"tensor_parallel_size": 2}, {}),
+    "tp-1-to-2-blocks-64-to-32-chunked": (
         {"block_size": 64, "max_num_batched_tokens": 128},
         {"tensor_parallel_size": 2},
     ),

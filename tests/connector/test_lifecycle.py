@@ -48,6 +48,16 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "chunked prefill": ({"batched_tokens": 48}, {}),
     "full and sliding window": ({"windows": (0, 48)}, {"windows": (0, 48)}),
     "sliding window only, tp 1 to 2": ({"windows": (48,)}, {"windows": (48,), "tp": 2}),
+    "mla, tp 2 to 1": ({"mla": True, "tp": 2}, {"mla": True}),
+    "mla, tp 1 to 2, blocks 64 to 16": ({"mla": True, "block_size": 64}, {"mla": True, "tp": 2, "block_size": 16}),
+    "mla, dcp 2 by 1 token to dcp 1": ({"mla": True, "tp": 2, "dcp": 2}, {"mla": True}),
+    "mla, dcp 1 to dcp 2 by blocks": ({"mla": True}, {"mla": True, "tp": 2, "dcp": 2, "interleave": 32}),
+    "mla, dcp 4 by 8 to dcp 2 by 1": (
+        {"mla": True, "tp": 4, "dcp": 4, "interleave": 8},
+        {"mla": True, "tp": 2, "dcp": 2},
+    ),
+    "gqa, dcp 2 by 1 to tp 2": ({"tp": 8, "dcp": 2}, {"tp": 2}),
+    "gqa, tp 2 to dcp 2 by 16": ({"tp": 2}, {"tp": 8, "dcp": 2, "interleave": 16}),
     "full and sliding window, blocks 32 to 64": ({"windows": (0, 48)}, {"windows": (0, 48), "block_size": 64}),
 }
 

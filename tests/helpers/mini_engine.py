@@ -35,6 +35,21 @@ class Shape:
     prefix_caching: bool = False
     windows: tuple[int, ...] = (0,)
     """One KV group for each; 0: full attention."""
+    dcp: int = 1
+    interleave: int = 1
+    mla: bool = False
+
+    def engine(self) -> EngineShape:
+        """The same for the planner."""
+        return EngineShape(self.tp, KV_HEADS, dcp_size=self.dcp, interleave=self.interleave, is_mla=self.mla)
+
+    def place(self, position: int, rank: int) -> tuple[int, int] | None:
+        """Block of the sequence and slot in it where a rank keeps a position, as vLLM places it; None: elsewhere."""
+        width, each = self.dcp, self.interleave
+        if position // each % width != rank % width:
+            return None
+        whole = self.block_size * width
+        return position // whole, position % whole // (width * each) * each + position % each
 
 
 def tag(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: torch.Tensor) -> torch.Tensor:
@@ -49,6 +64,8 @@ class Rank:
     """One worker: its connector and caches by layer, ``[blocks, heads, tokens, content]``."""
 
     connector: Any
+    number: int
+    """Within its pipeline stage."""
     caches: dict[str, torch.Tensor]
     heads: torch.Tensor
     reported: set[str] = field(default_factory=set)
@@ -70,8 +87,8 @@ class MiniEngine:
             self.config,
             self.kv_config,
             StructuredOutputManager(self.config),
-            block_size=shape.block_size,
-            hash_block_size=shape.block_size,
+            block_size=shape.block_size * shape.dcp,
+            hash_block_size=shape.block_size * shape.dcp,
             log_stats=True,
         )
         self.ranks = [self._rank(RankId(pp, tp)) for pp in range(shape.pp) for tp in range(shape.tp)]
@@ -101,12 +118,12 @@ class MiniEngine:
 
         with patch("kvrdma.connector.ranks.this_rank", lambda: rank):
             connector = KvRdmaConnector(self.config, KVConnectorRole.WORKER, self.kv_config)
-        heads = torch.arange(*EngineShape(self.shape.tp, KV_HEADS).heads(rank.rank))
+        heads = torch.arange(*self.shape.engine().heads(rank.rank))
         size = (self.shape.blocks, len(heads), self.shape.block_size, 2 * HEAD_SIZE)
         stages = stage_layers(self.shape)
         caches = {name: torch.full(size, -1.0) for name in stages[rank.pp_rank]}
         connector.worker.register(caches, stages if self.shape.pp > 1 else ())
-        return Rank(connector, caches, heads)
+        return Rank(connector, rank.rank, caches, heads)
 
     # Requests
 
@@ -123,7 +140,9 @@ class MiniEngine:
             list(prompt),
             SamplingParams(max_tokens=new, ignore_eos=True, extra_args=extra),
             None,
-            block_hasher=get_request_block_hasher(self.shape.block_size, lambda value: repr(value).encode()),
+            block_hasher=get_request_block_hasher(
+                self.shape.block_size * self.shape.dcp, lambda value: repr(value).encode()
+            ),
         )
         self.scheduler.add_request(request)
         return request
@@ -195,15 +214,24 @@ class MiniEngine:
     def _forward(self, rank: Rank, name: str, scheduled: int) -> None:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
-        for position in range(end - scheduled, end):
-            token = torch.tensor([request.all_token_ids[position]])
-            for layer_name, cache in rank.caches.items():
-                layer, group = self._place(layer_name)
-                block = self.blocks_of(name)[group][position // self.shape.block_size]
-                cell = tag(token, torch.tensor([position]), layer, rank.heads)
-                cache[block, :, position % self.shape.block_size] = cell[:, 0]
+        for layer_name, cache in rank.caches.items():
+            for position in range(end - scheduled, end):
+                if (place := self._cell(name, layer_name, position, rank)) is not None:
+                    cache[place[0], :, place[1]] = self._content(request, layer_name, position, rank)
 
-    def _place(self, layer_name: str) -> tuple[int, int]:
+    def _cell(self, name: str, layer_name: str, position: int, rank: Rank) -> tuple[int, int] | None:
+        """Block id and slot of a position on a rank."""
+        place = self.shape.place(position, rank.number)
+        if place is None:
+            return None
+        return self.blocks_of(name)[self._layer(layer_name)[1]][place[0]], place[1]
+
+    def _content(self, request: Any, layer_name: str, position: int, rank: Rank) -> torch.Tensor:
+        token = torch.tensor([request.all_token_ids[position]])
+        return tag(token, torch.tensor([position]), self._layer(layer_name)[0], rank.heads)[:, 0]
+
+    def _layer(self, layer_name: str) -> tuple[int, int]:
+        """Number and KV group of a layer."""
         layer = int(layer_name.split(".")[2])
         return layer, layer % len(self.shape.windows)
 
@@ -219,14 +247,13 @@ class MiniEngine:
         wrong = []
         for rank in self.ranks:
             for layer_name, cache in rank.caches.items():
-                layer, group = self._place(layer_name)
-                blocks = self.blocks_of(request_id)[group]
-                window = self.shape.windows[group]
+                window = self.shape.windows[self._layer(layer_name)[1]]
                 for position in range(max(start, end - window + 1) if window else start, end):
-                    token = torch.tensor([request.all_token_ids[position]])
-                    expected = tag(token, torch.tensor([position]), layer, rank.heads)[:, 0]
-                    found = cache[blocks[position // self.shape.block_size], :, position % self.shape.block_size]
-                    if not torch.equal(found, expected):
+                    place = self._cell(request_id, layer_name, position, rank)
+                    if place is None:
+                        continue
+                    expected = self._content(request, layer_name, position, rank)
+                    if not torch.equal(cache[place[0], :, place[1]], expected):
                         wrong.append((layer_name, position))
         return wrong
 
@@ -308,19 +335,30 @@ def make_config(model: str, name: str, role: str, shape: Shape, policy: str, ext
     ).create_engine_config()
     config.parallel_config.tensor_parallel_size = shape.tp
     config.parallel_config.pipeline_parallel_size = shape.pp
+    config.parallel_config.decode_context_parallel_size = shape.dcp
+    config.parallel_config.cp_kv_cache_interleave_size = shape.interleave
     config.cache_config.num_gpu_blocks = shape.blocks
+    if shape.mla:
+        built: Any = config.model_config
+        built.__class__ = type("MlaConfig", (type(built),), {"use_mla": True})
     return config
 
 
 def make_kv_config(shape: Shape) -> Any:
     """One KV group per window; layers take turns."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+    from vllm.v1 import kv_cache_interface as vllm_specs
 
-    heads = max(1, KV_HEADS // shape.tp)
-    common = {"block_size": shape.block_size, "num_kv_heads": heads, "head_size": HEAD_SIZE, "dtype": torch.float32}
+    heads = 1 if shape.mla else max(1, KV_HEADS // shape.tp)
+    size = 2 * HEAD_SIZE if shape.mla else HEAD_SIZE
+    common = {"block_size": shape.block_size, "num_kv_heads": heads, "head_size": size, "dtype": torch.float32}
     groups = []
     for number, window in enumerate(shape.windows):
         names = [f"model.layers.{layer}.self_attn.attn" for layer in range(number, LAYERS, len(shape.windows))]
-        spec = SlidingWindowSpec(**common, sliding_window=window) if window else FullAttentionSpec(**common)
-        groups.append(KVCacheGroupSpec(names, spec))
-    return KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+        if shape.mla:
+            spec = vllm_specs.MLAAttentionSpec(**common)
+        elif window:
+            spec = vllm_specs.SlidingWindowSpec(**common, sliding_window=window)
+        else:
+            spec = vllm_specs.FullAttentionSpec(**common)
+        groups.append(vllm_specs.KVCacheGroupSpec(names, spec))
+    return vllm_specs.KVCacheConfig(num_blocks=shape.blocks, kv_cache_tensors=[], kv_cache_groups=groups)
