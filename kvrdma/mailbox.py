@@ -60,6 +60,8 @@ class Outbox:
         self._queue: deque[tuple[Endpoint, Message, float]] = deque()
         self._boxes: dict[Endpoint, _Box] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
+        self._closed = False
         self._stop_s: float | None = None
         self._numbers = 0
         self.lost = 0
@@ -69,11 +71,12 @@ class Outbox:
 
     def send(self, endpoint: Endpoint, message: Message, keep_trying_s: float) -> None:
         """Queue a message; it is given up after ``keep_trying_s`` seconds without an answer."""
-        if len(self._queue) >= _MAX_PENDING:
-            self.lost += 1
-            return
-        self._queue.append((endpoint, message, self._clock() + keep_trying_s))
-        os.eventfd_write(self._wake, 1)
+        with self._lock:
+            if self._closed or len(self._queue) >= _MAX_PENDING:
+                self.lost += 1
+                return
+            self._queue.append((endpoint, message, self._clock() + keep_trying_s))
+            os.eventfd_write(self._wake, 1)
 
     def pending(self) -> int:
         """Count what has not been answered yet."""
@@ -85,7 +88,11 @@ class Outbox:
             self._stop_s = self._clock() + _CLOSE_S
             os.eventfd_write(self._wake, 1)
             self._thread.join(_CLOSE_S + 1)
-        if not self._context.closed:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True  # whoever sends from now on must not write into a descriptor that was closed
+        if not self._thread.is_alive():
             self._context.destroy(linger=0)
             os.close(self._wake)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,6 +45,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "nvrtc": _module("cuda.bindings.nvrtc"),
     "root": lambda: os.geteuid() == 0,
     "torch": _module("torch"),
+    "tun": lambda: Path("/dev/net/tun").exists() and shutil.which("ip") is not None,
     "ucx": _module("libucx"),
     "ucx-debian": (UCX_DEBIAN / "libucp.so.0").exists,
     "vllm": _module("vllm"),
