@@ -95,6 +95,13 @@ def check_supported(vllm_config: VllmConfig) -> None:
     engine_shape(vllm_config)
 
 
+def stages_in_host_memory(vllm_config: VllmConfig) -> bool:
+    """Whether KV goes through host memory: asked for, and the caches are elsewhere."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.device_type != "cpu" and vllm_config.kv_transfer_config.kv_buffer_device == "cpu")
+
+
 def _draft(vllm_config: VllmConfig) -> str:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.draft_model_config is None:

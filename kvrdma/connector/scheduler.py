@@ -12,7 +12,7 @@ import msgspec
 from kvrdma.connector.directory import RankDirectory
 from kvrdma.connector.exports import Exports
 from kvrdma.connector.groups import TransferGroups
-from kvrdma.connector.identity import engine_shape
+from kvrdma.connector.identity import engine_shape, stages_in_host_memory
 from kvrdma.connector.loads import Loads
 from kvrdma.connector.metadata import LoadBlame, RankHandshake, StepMetadata
 from kvrdma.connector.metrics import KvRdmaStats
@@ -154,13 +154,6 @@ class SchedulerSide:
         """Stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()
-
-
-def stages_in_host_memory(vllm_config: VllmConfig) -> bool:
-    """Whether KV goes through host memory: asked for, and the caches are elsewhere."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.device_type != "cpu" and vllm_config.kv_transfer_config.kv_buffer_device == "cpu")
 
 
 def shorten_prompt(request: Request, tokens: int) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from kvrdma.connector.identity import rank_identity
+from kvrdma.connector.identity import rank_identity, stages_in_host_memory
 from kvrdma.connector.layouts import Caches, exchanged_caches
 from kvrdma.connector.metadata import Load, LoadBlame, Publication, RankHandshake, StepMetadata
 from kvrdma.connector.metrics import KvRdmaStats
+from kvrdma.connector.staging import HostStaging
 from kvrdma.engine import Ended, Engine, Event, PullDone, PullFailed
 from kvrdma.errors import (
     ControlError,
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvrdma.connector.options import ConnectorOptions
-    from kvrdma.reference import PullReference
 
 _PEERS_FAULT = (TransportError, ControlError, PullTimeoutError, PeerUnavailableError)
 _COUNTED = ("fence_rejections", "pulls_retried", "publications_expired", "publications_done")
@@ -58,8 +58,9 @@ class WorkerSide:
         self._rank = rank
         self._engine: Engine | None = None
         self._caches: Caches | None = None
+        self._staging: HostStaging | None = None
         self._stages: tuple[tuple[str, ...], ...] = ()
-        self._loading: dict[str, PullReference] = {}
+        self._loading: dict[str, Load] = {}
         self._held_back: dict[str, KVRDMAError] = {}
         self._publishing: set[str] = set()
         self._results = Results()
@@ -91,12 +92,15 @@ class WorkerSide:
         self._caches = exchanged_caches(
             self._vllm_config, self._kv_cache_config, kv_caches, identity.shape, self._rank.rank
         )
+        if stages_in_host_memory(self._vllm_config):
+            self._staging = HostStaging(self._caches, self._kv_cache_config.num_blocks)
         self._open()
 
     def _open(self) -> None:
         assert self._caches is not None
         identity = rank_identity(self._vllm_config, self._rank, self._stages)
-        self._engine = Engine(self._caches.tensors, self._caches.specs, identity, self._config)
+        tensors = self._staging.tensors if self._staging is not None else self._caches.tensors
+        self._engine = Engine(tensors, self._caches.specs, identity, self._config)
         _log.info("%s", self._engine.describe())
 
     def unregister(self) -> None:
@@ -141,6 +145,8 @@ class WorkerSide:
 
     def _publish(self, publication: Publication) -> None:
         try:
+            if self._staging is not None:
+                self._staging.to_host(publication.blocks)
             self.engine.publish(
                 publication.request_id, publication.blocks, publication.num_tokens, lease=publication.lease
             )
@@ -153,7 +159,7 @@ class WorkerSide:
             self.engine.extend(publication.request_id, publication.lease_s)
 
     def _load(self, load: Load) -> None:
-        self._loading[load.request_id] = load.reference
+        self._loading[load.request_id] = load
         spans = [BlockSpan(group.ids, group.first) for group in load.groups]
         try:
             self.engine.pull(load.request_id, load.reference, spans, tokens=[group.tokens for group in load.groups])
@@ -176,8 +182,7 @@ class WorkerSide:
                     self._results.sent.add(request_id)
             elif isinstance(event, PullDone):
                 self._stats.pulled(event.elapsed_s, event.read_s, event.nbytes, event.rows_posted)
-                if self._loading.pop(request_id, None) is not None:
-                    self._results.received.add(request_id)
+                self._loaded(request_id)
             elif isinstance(event, PullFailed) and event.quarantined:
                 self._held_back[request_id] = event.reason  # its blocks may still be written to
             elif isinstance(event, PullFailed):
@@ -185,13 +190,21 @@ class WorkerSide:
             elif request_id in self._held_back:
                 self._load_failed(request_id, self._held_back.pop(request_id))
 
-    def _load_failed(self, request_id: str, reason: KVRDMAError) -> None:
-        reference = self._loading.pop(request_id, None)
-        if reference is None:
+    def _loaded(self, request_id: str) -> None:
+        load = self._loading.pop(request_id, None)
+        if load is None:
             return
-        peer = reference.engine_id
+        if self._staging is not None:
+            self._staging.to_device([group.ids for group in load.groups])
+        self._results.received.add(request_id)
+
+    def _load_failed(self, request_id: str, reason: KVRDMAError) -> None:
+        load = self._loading.pop(request_id, None)
+        if load is None:
+            return
+        peer = load.reference.engine_id
         if isinstance(reason, PullAbortedError) and self._engine is not None:
-            self._engine.decline(reference)  # aborted in the handshake, nobody has been told yet
+            self._engine.decline(load.reference)  # aborted in the handshake, nobody has been told yet
         _log.warning("request %s could not be loaded from engine %s: %s", request_id, peer, reason)
         self._stats.failed(peer, type(reason).__name__)
         if isinstance(reason, _PEERS_FAULT) and not isinstance(reason, ReadCancelledError | IncompatibleError):

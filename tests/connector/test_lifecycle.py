@@ -264,3 +264,19 @@ def test_a_short_turn_is_computed_again(engines: Make) -> None:
     run(p, d, until=lambda: "p2" in p.finished)
     assert pulled_bytes(p) == 0
     run(p, d, until=lambda: d.blocks_in_use() == 0, timeout_s=5)
+
+
+def test_kv_that_goes_through_host_memory(engines: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator whose memory cannot be read: only the copies in host memory are registered."""
+    from tests.helpers.mini_engine import settle
+
+    for module in ("scheduler", "worker"):
+        monkeypatch.setattr(f"kvrdma.connector.{module}.stages_in_host_memory", lambda _: True)
+    p = engines("p", "kv_producer", shape(windows=(0, 48)))
+    d = engines("d", "kv_consumer", shape(windows=(0, 48), tp=2))
+    for rank in (*p.ranks, *d.ranks):
+        registered = {region.addr for region in rank.connector.worker.engine.layout.regions}
+        assert not registered & {cache.data_ptr() for cache in rank.caches.values()}
+    decode(p, d, prompt_of(100))
+    settle(p, d)
+    assert d.cached["d"] == (0, 99)

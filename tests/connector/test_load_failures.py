@@ -274,13 +274,14 @@ def test_handshake_metadata_of_other_connectors_is_left_alone(engines: Make) -> 
 
 
 def test_a_quarantined_load_is_reported_when_its_blocks_are_safe(engines: Make) -> None:
+    from kvrdma.connector.metadata import Load
     from kvrdma.engine import PullFailed, PullReleased
     from kvrdma.errors import PullTimeoutError
     from kvrdma.reference import PullReference
 
     p, d = engines("p", "kv_producer"), engines("d", "kv_consumer")
     worker = d.ranks[0].connector.worker
-    worker._loading["d"] = PullReference.from_params(prefill(p, "p", prompt_of(40)))
+    worker._loading["d"] = Load("d", PullReference.from_params(prefill(p, "p", prompt_of(40))), ())
     worker._take([PullFailed("d", PullTimeoutError("too late"), 1, quarantined=True)])
     assert worker.results().received == set()
     worker._take([PullReleased("d")])

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-START_S = 180.0
-CALL_S = 90.0
+START_S = 420.0
+CALL_S = 180.0
 
 
 @dataclass(frozen=True)
