@@ -65,11 +65,11 @@ LLAMA_8B = Shape()
 EIGHTH = Shape(tokens=1024, blocks=96)
 
 
-def open_engine(shape: Shape, name: str, transport: str, secret: str | None = None) -> Engine:
+def open_engine(shape: Shape, name: str, transport: str, secret: str | None = None, verify: str = "none") -> Engine:
     """Open an engine of one rank."""
     spec = LayerSpec(heads=(0, shape.heads), total_heads=shape.heads, block_size=shape.block, dims="BHNC")
     identity = Identity(name, EngineShape(1, shape.heads), model={"model": "bench"})
-    return Engine(shape.caches(), spec, identity, Config(transports=(transport,), secret=secret))
+    return Engine(shape.caches(), spec, identity, Config(transports=(transport,), secret=secret, verify=verify))
 
 
 def _serve(shape: Shape, transport: str, secret: str | None, pipe: Connection) -> None:
@@ -79,7 +79,7 @@ def _serve(shape: Shape, transport: str, secret: str | None, pipe: Connection) -
     while (asked := pipe.recv()) is not None:
         name, consumers = asked
         if name not in engines:
-            engines[name] = open_engine(shape, name, transport, secret)
+            engines[name] = open_engine(shape, name, transport, secret, verify="digest")
         number += 1
         pipe.send(engines[name].publish(number, shape.ids, shape.tokens, consumers=consumers).to_params())
     for engine in engines.values():
@@ -140,7 +140,8 @@ def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
     for number in range(1, repeats + 1):
         reference = producer.publish()
         plan = bare.peer.planner.plan(spans_of(ids), spans_of(reference.blocks), TokenRange(0, shape.tokens))
-        times["bare"].append(bare.read(plan.sources[0].rows))
+        if number % 2:  # whoever comes second finds the caches warm
+            times["bare"].append(bare.read(plan.sources[0].rows))
         began_s = time.perf_counter()
         engine.pull(number, reference, ids)
         times["call"].append(time.perf_counter() - began_s)
@@ -148,6 +149,8 @@ def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
         times["pull"].append(time.perf_counter() - began_s)
         times["before"].append(event.elapsed_s - event.read_s)
         nbytes = event.nbytes
+        if not number % 2:
+            times["bare"].append(bare.read(plan.sources[0].rows))
     bare.transport.close()
     engine.close()
     producer.close()
@@ -208,6 +211,32 @@ def first_pull(transport: str, secret: str | None, repeats: int) -> dict[str, ob
     }
 
 
+def digest_cost(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
+    """Time pulls with ``verify="digest"`` against pulls without, in turns."""
+    producer = Producer(shape, transport)
+    engines = {
+        verify: open_engine(shape, f"consumer {verify}", transport, verify=verify) for verify in ("none", "digest")
+    }
+    times: dict[str, list[float]] = {verify: [] for verify in engines}
+    for number in range(repeats + 1):
+        for verify, engine in engines.items():
+            engine.pull(number, producer.publish(), shape.ids)
+            seconds = wait_for(engine, number).elapsed_s
+            if number:  # the first one meets the peer
+                times[verify].append(seconds)
+    for engine in engines.values():
+        engine.close()
+    producer.close()
+    plain_s, digest_s = (statistics.median(times[verify]) for verify in ("none", "digest"))
+    return {
+        "case": "digest",
+        "transport": transport,
+        "none_ms": round(plain_s * 1e3, 2),
+        "digest_ms": round(digest_s * 1e3, 2),
+        "times": round(digest_s / plain_s, 1),
+    }
+
+
 def description_size(transport: str) -> dict[str, object]:
     """Count the bytes that a rank of an 80-layer model says of itself, for 64 engines of 4 ranks."""
     spec = LayerSpec(heads=(0, 2), total_heads=8, block_size=16, dims="BHNC")
@@ -255,6 +284,7 @@ def results(transport: str, shape: Shape, repeats: int, consumers: int) -> Itera
     yield overhead(replace(shape, tokens=shape.block * 8), transport, repeats)
     for secret in (None, _SECRET):
         yield first_pull(transport, secret, repeats)
+    yield digest_cost(replace(shape, tokens=min(shape.tokens, 1024)), transport, min(repeats, 5))
     yield description_size(transport)
     yield many_consumers(transport, consumers)
 

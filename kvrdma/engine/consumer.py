@@ -275,14 +275,16 @@ class Consumer:
     def _time_out(self, pull: Pull) -> None:
         if not self._is_current(pull):
             return
-        seconds = self._loop.now() - pull.wanted.started_s
-        what = f"pull {pull.wanted.request_id!r} did not end within {seconds:.3f} s: {pull.state()}"
-        pull.fail(PullTimeoutError(what), retryable=False)
+        pull.fail(self._too_late(pull, pull.state()), retryable=False)
         if pull.in_flight:
             pull.timers["quarantine"] = self._loop.after(_QUARANTINE_AFTER_S, lambda: self._quarantine(pull))
             if pull.peer is not None and pull.peer.heard_s <= pull.asked_s:
                 self._peers.drop(pull.peer, blame=True)  # ends its reads; other pulls of the peer are tried again
         self._advance(pull)
+
+    def _too_late(self, pull: Pull, why: str) -> PullTimeoutError:
+        seconds = self._loop.now() - pull.wanted.started_s
+        return PullTimeoutError(f"pull {pull.wanted.request_id!r} did not end within {seconds:.3f} s: {why}")
 
     def _quarantine(self, pull: Pull) -> None:
         if self._is_current(pull) and not pull.quarantined:
@@ -296,7 +298,9 @@ class Consumer:
         """A pull with a reason to fail has nothing in flight any more."""
         self._reading.release(pull)
         again = pull.retryable and pull.strikes < _MAX_STRIKES and pull.attempts < _MAX_ATTEMPTS
-        if again and not self._closed and self._loop.now() < pull.wanted.deadline_s:
+        if again and self._loop.now() >= pull.wanted.deadline_s:
+            pull.fail(self._too_late(pull, str(pull.reason)), retryable=False)
+        elif again and not self._closed:
             _log.info("pull %r is tried again: %s", pull.wanted.request_id, pull.reason)
             self._parts.stats.pulls_retried += 1
             pull.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 import os
@@ -43,6 +44,10 @@ class Loop:
         self._work: deque[Work] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
+        # By way of ctypes, because it keeps the GIL: ``os.eventfd_write`` lets go of it, and a caller of ``pull`` would
+        # wait for it until the plan that it has just asked for is made (measured: 2 ms instead of 0.1 ms).
+        self._wake = ctypes.PyDLL(None).eventfd_write
+        self._wake.argtypes = (ctypes.c_int, ctypes.c_uint64)
         self._poller = select.poll()
         for fd in (self._fd, *(transport.fileno() for transport in self._transports)):
             self._poller.register(fd, select.POLLIN)
@@ -57,7 +62,7 @@ class Loop:
     def run(self, work: Work) -> None:
         """Run something in the loop's thread, soon. May be called from any thread."""
         self._work.append(work)
-        os.eventfd_write(self._fd, 1)
+        self._wake(self._fd, 1)
 
     def after(self, seconds: float, run: Work) -> Timer:
         """Run something not before ``seconds`` from now."""

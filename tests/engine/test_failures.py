@@ -113,6 +113,16 @@ def test_a_read_that_never_ends_is_quarantined_and_later_released(
     done(short.rank.pull(1, short.publish(4, [2]), [0]))
 
 
+def test_pulls_whose_time_is_over_together_all_say_so(short: Scene) -> None:
+    """The first one's timeout disconnects the peer; the others' reads are cancelled by that a moment early."""
+    references = [short.publish(n, [n]) for n in range(8)]
+    short.fault.inject(*[WORD] * 8, *[Fault.LATE] * 8)
+    for number, reference in enumerate(references):
+        short.rank.engine.pull(number, reference, [number])
+    for event in short.rank.wait_for(8):
+        assert isinstance(failed(event).reason, PullTimeoutError)
+
+
 def test_what_never_ends_is_quarantined_at_close(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene()
     scene.fault.inject(WORD, Fault.NEVER)

@@ -1,0 +1,24 @@
+"""The examples run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.needs("cma")
+def test_two_processes() -> None:
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / "two_processes.py"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    # 4 layers of 100 tokens, 8 heads, keys and values of 64 bfloat16
+    assert f"consumer: {4 * 100 * 8 * 2 * 64 * 2} bytes" in ended.stdout
+    assert "producer: request 7: every consumer is done" in ended.stdout
+    assert len((EXAMPLES / "two_processes.py").read_text().splitlines()) < 60

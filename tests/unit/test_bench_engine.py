@@ -1,0 +1,36 @@
+"""The engine's benchmark runs, says what it should, and its promises that do not depend on the machine hold."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrdma.bench import engine
+
+TINY = engine.Shape(layers=2, heads=2, head_dim=16, tokens=64, blocks=8)
+
+
+@pytest.mark.needs("cma")
+def test_every_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "EIGHTH", TINY)
+    engine.main(["--eighth", "--transport", "cma", "--repeats", "2", "--consumers", "3"])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["case"] for line in lines] == [
+        "overhead", "overhead", "first pull", "first pull", "digest", "description", "consumers",
+    ]  # fmt: skip
+    # 2 layers of 2 heads of 64 tokens, keys and values of 16 two-byte numbers
+    assert lines[0]["nbytes"] == 2 * 2 * 64 * 2 * 16 * 2
+    assert lines[0]["pages"] == 2 * 4
+    assert lines[5]["bytes_per_rank"] <= 4096
+    assert lines[6]["consumers"] == 3
+
+
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param("cma", marks=pytest.mark.needs("cma")), pytest.param("ucx", marks=pytest.mark.needs("ucx"))],
+)
+def test_a_rank_of_80_layers_in_one_allocation_is_described_in_4_kib(transport: str) -> None:
+    size = engine.description_size(transport)["bytes_per_rank"]
+    assert isinstance(size, int)
+    assert size <= 4096

@@ -1,0 +1,155 @@
+"""The engine's small parts: loop and timers, background threads, reports, sparing warnings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from kvrdma.engine.background import Background
+from kvrdma.engine.events import End, Ended, PullFailed, PullReleased
+from kvrdma.engine.loop import Loop
+from kvrdma.engine.peers import Sparing
+from kvrdma.engine.reports import Reports
+from kvrdma.errors import PullAbortedError, PullError, TransportClosedError
+from kvrdma.testing import FakeClock
+from kvrdma.transport import Completion, Transport
+
+
+def ignore(transport: Transport, completion: Completion) -> None:
+    del transport, completion
+
+
+def test_timers_run_in_order_once_and_not_when_cancelled() -> None:
+    clock, ran = FakeClock(), list[str]()
+    loop = Loop([], clock)
+    loop.after(2, lambda: ran.append("second"))
+    loop.after(1, lambda: ran.append("first"))
+    gone = loop.after(1, lambda: ran.append("never"))
+    gone.cancel()
+    gone.cancel()
+    assert loop.timers == 2
+    loop.step(0, ignore)
+    assert ran == []
+    clock.advance(2)
+    loop.step(0, ignore)
+    loop.step(0, ignore)
+    assert ran == ["first", "second"]
+    assert loop.timers == 0
+
+
+def test_cancelled_timers_are_let_go_of() -> None:
+    """What a timer holds must not live until it would have run: 20,000 pulls with 60 s each."""
+    loop = Loop([], FakeClock())
+    for _ in range(5000):
+        loop.after(60, lambda: None).cancel()
+    assert loop.timers == 0
+    assert len(loop._timers) <= 65
+
+
+def test_a_timer_may_cancel_another_that_is_due() -> None:
+    clock, ran = FakeClock(), list[str]()
+    loop = Loop([], clock)
+    second = loop.after(2, lambda: ran.append("second"))
+    loop.after(1, second.cancel)
+    clock.advance(5)
+    loop.step(0, ignore)
+    assert ran == []
+
+
+def test_work_from_other_threads_wakes_the_loop() -> None:
+    loop, ran = Loop([], time.monotonic), threading.Event()
+    threading.Timer(0.05, lambda: loop.run(ran.set)).start()
+    began_s = time.monotonic()
+    while not ran.is_set():
+        loop.step(10, ignore)
+    assert time.monotonic() - began_s < 5
+
+
+def test_background_keeps_its_limit_and_leaves_no_thread() -> None:
+    before, together, most = threading.active_count(), [0], [0]
+    lock, background = threading.Lock(), Background("test", 3)
+    done = threading.Semaphore(0)
+
+    def work() -> None:
+        with lock:
+            together[0] += 1
+            most[0] = max(most[0], together[0])
+        time.sleep(0.01)
+        with lock:
+            together[0] -= 1
+        done.release()
+
+    for _ in range(20):
+        background.run(work)
+    for _ in range(20):
+        assert done.acquire(timeout=10)
+    assert most[0] == 3
+    deadline_s = time.monotonic() + 5
+    while len(background) or threading.active_count() > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    background.run(work)  # starts a thread anew
+    assert done.acquire(timeout=10)
+    background.close(1)
+    background.run(work)
+    assert not done.acquire(timeout=0.1)
+
+
+def test_a_closed_background_drops_what_waits() -> None:
+    background, go, ran = Background("test", 1), threading.Event(), list[int]()
+
+    def first() -> None:
+        go.wait(10)
+
+    def job(number: int) -> Callable[[], None]:
+        return lambda: ran.append(number)
+
+    background.run(first)
+    for number in range(3):
+        background.run(job(number))
+    closer = threading.Timer(0.05, go.set)
+    closer.start()
+    background.close(5)
+    assert ran == []
+    assert len(background) == 0
+
+
+def test_reports_owe_each_pull_one_end() -> None:
+    reports = Reports()
+    reports.owe("a")
+    with pytest.raises(PullError, match="'a' is under way"):
+        reports.owe("a")
+    why = PullAbortedError("why")
+    reports.add(PullFailed("a", why, 1, quarantined=True))
+    with pytest.raises(PullError):
+        reports.owe("a")  # its blocks may still be written
+    reports.add(PullReleased("a"))
+    reports.owe("a")
+    reports.owe("b")
+    reports.add(PullFailed("b", why, 1, quarantined=True))
+    reports.add(Ended("r", End.DONE))
+    reports.close()
+    reports.fail_the_rest(why)
+    events = reports.wait(1)
+    assert [(type(event).__name__, event.request_id) for event in events] == [
+        ("PullFailed", "a"),
+        ("PullReleased", "a"),
+        ("PullFailed", "b"),
+        ("Ended", "r"),
+        ("PullFailed", "a"),
+    ]
+    with pytest.raises(TransportClosedError):
+        reports.owe("c")
+    assert reports.poll() == []
+    assert reports.wait(0.01) == []
+
+
+def test_a_warning_that_repeats_is_said_once_per_period() -> None:
+    warn = Sparing(10, limit=2)
+    assert [warn("a", now) for now in (0, 5, 9.9, 10, 15)] == [True, False, False, True, False]
+    assert warn("b", 15)
+    assert warn("c", 15)  # and a is forgotten
+    assert warn("a", 15.5)
