@@ -178,6 +178,7 @@ class Consumer:
             return
         if data is not None:
             pull.rows_posted += completion.rows_posted
+            pull.arrived_s = pull.peer.heard_s
             if self._parts.config.verify != "digest":
                 self._reading.word(pull, data)
             elif not pull.data:
@@ -342,11 +343,12 @@ class Consumer:
             rows_posted=pull.rows_posted,
             elapsed_s=now_s - wanted.started_s,
             read_s=now_s - pull.posted_s,
+            data_s=max(0.0, pull.arrived_s - pull.posted_s),
             attempts=pull.attempts,
             via=tuple(link.via for link in pull.peer.links),
         )
+        self._parts.report(done)  # first: somebody may wait for it
         self._parts.tenant.tell_done(pull.peer, wanted.reference, succeeded=True)
-        self._parts.report(done)
 
     def close(self) -> None:
         """Fail every pull and say goodbye to every peer; pulls with reads in flight end when these do."""

@@ -21,7 +21,9 @@ class PullDone:
     elapsed_s: float
     """From ``pull`` to here."""
     read_s: float
-    """From the first post to the last word of the fence."""
+    """From the first post of data to the last word of the fence."""
+    data_s: float
+    """Of that, until the last byte of data had arrived; the rest is the engine's."""
     attempts: int
     via: tuple[str, ...]
     """Transport and mechanism per source rank."""

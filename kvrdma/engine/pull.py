@@ -72,6 +72,8 @@ class Pull:
     asked_s: float = 0.0
     """When its last read was posted, of data or of a word."""
     posted_s: float = 0.0
+    arrived_s: float = 0.0
+    """When the last byte of data had."""
     rows_posted: int = 0
     reason: KVRDMAError | None = None
     retryable: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Hashable
 from dataclasses import replace
@@ -197,6 +198,27 @@ def test_a_peer_is_described_with_the_way_it_is_read() -> None:
     with Side(MODEL, transport="cma", config=config) as producer, Side(MODEL, "c", config=config) as consumer:
         event = consumer.ranks[0].pull(1, producer.publish(1, [1], 4), [2])
         assert "cma: not offered by this side" in str(event)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "pinned", "chosen"),
+    [
+        ("memory+cma", "memory+cma", (), "memory"),
+        ("memory+cma", "memory+cma", ("cma", "memory"), "cma"),
+        ("cma", "memory+cma", (), "cma"),
+        ("memory", "memory+cma", (), "memory"),
+        ("memory+cma", "cma", (), "cma"),
+    ],
+)
+def test_the_best_transport_that_both_sides_have(theirs: str, ours: str, pinned: tuple[str, ...], chosen: str) -> None:
+    config = replace(SMALL, transports=pinned)
+    with Side(MODEL, "p", theirs) as producer, Side(MODEL, transport=ours, config=config) as consumer:
+        rank = consumer.ranks[0]
+        assert done(rank.pull(1, producer.publish(1, [1], 4), [2])).via[0].startswith(chosen)
+        text = rank.engine.describe()
+        assert re.search(rf"peer p: .*{chosen} \(\w+\) chosen", text)
+        if chosen not in ours.split("+")[0]:
+            assert "memory: not offered by the peer; " in text or pinned
 
 
 def test_completion_does_not_wait_for_the_caller_s_poll() -> None:

@@ -193,9 +193,10 @@ class Side(ExitStack):
         leader = None
         for rank in model.ranks():
             cache = TaggedCache(model, rank)
-            opened = open_transport(transport) if isinstance(transport, str) else transport()
+            names = transport.split("+") if isinstance(transport, str) else []
+            opened = [open_transport(each) for each in names] if isinstance(transport, str) else [transport()]
             identity = Identity(self.name, model.shape, rank, facts or {"model": "tagged"})
-            engine = Engine(cache.tensors, cache.specs(), identity, config, transports=[opened], leader=leader)
+            engine = Engine(cache.tensors, cache.specs(), identity, config, transports=opened, leader=leader)
             self.callback(engine.close)
             leader = leader or engine.endpoint
             self.ranks.append(Rank(cache, engine))
