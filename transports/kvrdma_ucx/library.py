@@ -39,6 +39,7 @@ _TWO = "two UCX in one process hang or crash"
 
 _lock = threading.Lock()
 _warned: set[Path] = set()
+_loaded_by: list[int] = []  # the process that loaded UCX, this one or one it was forked from
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,16 @@ def load() -> UcxLibrary:
     """Load UCX into this process, or find the one that is there.
 
     Raises:
-        TransportUnavailableError: there is none, it cannot be loaded, or the process holds another copy.
+        TransportUnavailableError: there is none, it cannot be loaded, the process holds another copy, or it is a
+            forked child of one that had loaded UCX.
     """
+    _refuse_forked_child()  # first: there the lock may be held for ever
     with _lock:
         library = _loaded() or _found()
         _refuse_second_copy(library)
         if library.source != "process":
             _open(library)
+        _loaded_by[:] = [os.getpid()]
         if not library.has_verbs and library.path not in _warned:
             _warned.add(library.path)
             _log.warning(
@@ -151,6 +155,15 @@ def _wheel_library() -> Path | None:
 
 def _has_module(library: Path, name: str) -> bool:
     return any((library.parent / "ucx").glob(f"libuct_{name}.so*"))
+
+
+def _refuse_forked_child() -> None:
+    # UCX opens there, but its own thread has not come along: every connect would take its whole deadline and fail.
+    if _loaded_by and _loaded_by != [os.getpid()]:
+        raise TransportUnavailableError(
+            f"ucx: process {os.getpid()} was forked from process {_loaded_by[0]}, which uses UCX, and UCX does not "
+            "survive fork: spawn the process (multiprocessing.get_context('spawn')), or fork before UCX is first used"
+        )
 
 
 def _refuse_second_copy(library: UcxLibrary) -> None:

@@ -18,7 +18,7 @@ from kvrdma.transport import (
     RemoteRegion,
     completion_of,
 )
-from kvrdma_ucx import library
+from kvrdma_ucx import library, room
 from kvrdma_ucx.blobs import UcxAddress, UcxKey
 
 if TYPE_CHECKING:
@@ -52,12 +52,14 @@ class UcxTransport:
 
         Raises:
             ConfigError: an argument is out of range.
-            TransportUnavailableError: there is no usable UCX, or the process holds two.
+            TransportUnavailableError: there is no usable UCX, the process holds two or was forked from one that
+                used UCX, or it is short of file descriptors or threads.
         """
         if not 1 <= max_in_flight <= _MAX_IN_FLIGHT:
             raise ConfigError(f"ucx max_in_flight={max_in_flight}: use 1 to {_MAX_IN_FLIGHT}")
         if not 0 < connect_timeout_s <= 600:
             raise ConfigError(f"ucx connect_timeout_s={connect_timeout_s:g}: use more than 0, at most 600")
+        room.check_room()
         self._library = library.load()
         try:
             from kvrdma_ucx import _ucx

@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <system_error>
 #include <unistd.h>
 
 #include "cuda.hpp"
@@ -72,6 +73,11 @@ Worker::Worker(const Context &context, const Options &options, Regions &regions,
         listen();
         thread_ = std::thread([this] { run(); });
         pthread_setname_np(thread_.native_handle(), "kvrdma-ucx");
+    } catch (const std::system_error &error) {
+        shut_down();
+        throw StatusError("TransportUnavailableError",
+                          std::string("the progress thread cannot be started, raise ulimit -u: ") + error.what(),
+                          error.code().value());
     } catch (...) {
         shut_down();
         throw;
