@@ -64,6 +64,10 @@ class Reports:
         for request_id in rest:
             self.add(PullFailed(request_id, reason, attempts=0))
 
+    def __len__(self) -> int:
+        """Count what ``poll`` would return; needs no lock and no system call."""
+        return len(self._events)
+
     def poll(self) -> list[Event]:
         """Return what has been reported since the last call."""
         with suppress(BlockingIOError):
