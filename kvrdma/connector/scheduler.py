@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +13,7 @@ from kvrdma.connector.directory import RankDirectory
 from kvrdma.connector.exports import Exports
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.identity import engine_shape, stages_in_host_memory
-from kvrdma.connector.loads import Loads
+from kvrdma.connector.loads import Counts, Loads
 from kvrdma.connector.metadata import LoadBlame, RankHandshake, StepMetadata
 from kvrdma.connector.metrics import KvRdmaStats
 from kvrdma.sidechannel import Endpoint, SideChannelServer
@@ -51,6 +51,7 @@ class SchedulerSide:
         self._with_blocks = stages_in_host_memory(vllm_config)
         self._step = StepMetadata()
         self._told: dict[str, int] = {}
+        self._seen: object = Counts(), 0, 0
         self._directory = RankDirectory(transfer.engine_id)
         self._server: SideChannelServer | None = None
         if transfer.is_kv_producer or options.bidirectional:
@@ -119,15 +120,16 @@ class SchedulerSide:
 
     def stats(self) -> KvRdmaStats | None:
         """Give what has changed since the last call."""
-        counts = asdict(self._loads.counts) | {"requests_not_offered": self._exports.refused}
-        gauges = {"breakers_open": self._loads.breakers_open()}
-        if counts | gauges == self._told:
+        seen = replace(self._loads.counts), self._exports.refused, self._loads.breakers_open()
+        if seen == self._seen:  # asked in every step
             return None
+        self._seen = seen
+        counts = asdict(self._loads.counts) | {"requests_not_offered": self._exports.refused}
         stats = KvRdmaStats()
         for name, count in counts.items():
             stats.count(name, count - self._told.get(name, 0))
-        stats.gauge("breakers_open", "scheduler", gauges["breakers_open"])
-        self._told = counts | gauges
+        stats.gauge("breakers_open", "scheduler", seen[2])
+        self._told = counts
         return stats
 
     # Life

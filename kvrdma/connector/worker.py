@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _PEERS_FAULT = (TransportError, ControlError, PullTimeoutError, PeerUnavailableError)
 _COUNTED = ("fence_rejections", "pulls_retried", "publications_expired", "publications_done")
+_LOOK_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +69,9 @@ class WorkerSide:
         self._blamed: set[str] = set()
         self._stats = KvRdmaStats()
         self._told = dict.fromkeys((*_COUNTED, "leases", "quarantined"), 0)
+        self._news = False
+        """Something has begun or ended since the engine was asked for its counts."""
+        self._look_again_s = 0.0
 
     @property
     def engine(self) -> Engine:
@@ -131,6 +136,7 @@ class WorkerSide:
         """Start what the scheduler has decided; nothing here waits."""
         if not step:
             return
+        self._news |= bool(step.publish)
         for publication in step.publish:
             self._publish(publication)
         for request_id, reference in step.hold:
@@ -168,13 +174,14 @@ class WorkerSide:
 
     def results(self) -> Results:
         """Say what has ended since the last call: each request once, whatever happens."""
-        if self._engine is not None:
+        if self._engine is not None and self._engine.ended:
             self._take(self._engine.poll())
         results, self._results = self._results, Results()
         return results
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
+            self._news = True
             request_id = str(event.request_id)
             if isinstance(event, Ended):
                 if request_id in self._publishing:
@@ -221,7 +228,9 @@ class WorkerSide:
 
     def stats(self) -> KvRdmaStats | None:
         """Give what has been observed since the last call; None if nothing has."""
-        if self._engine is not None:
+        now_s = time.monotonic()
+        if self._engine is not None and (self._news or now_s >= self._look_again_s):
+            self._news, self._look_again_s = False, now_s + _LOOK_AGAIN_S
             now = self._engine.stats()
             for name in _COUNTED:
                 self._stats.count(name, now[name] - self._told[name])

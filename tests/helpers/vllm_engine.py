@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ class Answer:
     finish_reason: str
     params: dict[str, Any] | None
     """For the consumer."""
+    elapsed_s: float
+    """From its arrival in the engine's process to its end."""
 
 
 @dataclass
@@ -33,6 +37,7 @@ class _State:
     engine: Any
     seen: dict[str, int]
     """What vLLM counted: prompt tokens from another engine and from its own cache."""
+    arrived_s: dict[str, float] = field(default_factory=dict)
     ended: dict[str, Answer] = field(default_factory=dict)
 
 
@@ -111,6 +116,7 @@ def _serve(pipe: Connection, model: str, transfer: Mapping[str, Any] | None, arg
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     } | arguments.pop("environ", {})
+    sys.path.extend(arguments.pop("paths", ()))
     try:
         seen = {"external_tokens": 0, "local_tokens": 0}
         state = _State(_make(model, transfer, arguments, seen), seen)
@@ -140,9 +146,8 @@ def _make(model: str, transfer: Mapping[str, Any] | None, arguments: dict[str, A
         "seed": 0,
     } | arguments
     if transfer is not None:
-        given["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="KvRdmaConnector", kv_connector_module_path="kvrdma.connector", **transfer
-        )
+        ours = {"kv_connector": "KvRdmaConnector", "kv_connector_module_path": "kvrdma.connector"}
+        given["kv_transfer_config"] = KVTransferConfig(**(ours | dict(transfer)))
     return LLMEngine.from_engine_args(EngineArgs(**given), stat_loggers=[_counter_of(seen)])
 
 
@@ -191,9 +196,13 @@ def _loop(pipe: Connection, state: _State) -> None:
 
 
 def _step(state: _State) -> None:
-    for output in state.engine.step():
+    outputs = state.engine.step()
+    for output in outputs:
         if output.finished:
-            state.ended[output.request_id] = _answer(output)
+            elapsed_s = time.perf_counter() - state.arrived_s.pop(output.request_id)
+            state.ended[output.request_id] = _answer(output, elapsed_s)
+    if not outputs:
+        time.sleep(0.001)  # as vLLM's own loop does when a step computes nothing: transfers need the interpreter
 
 
 def _answer_call(pipe: Connection, state: _State, name: str, arguments: tuple[Any, ...]) -> None:
@@ -210,6 +219,7 @@ def _do_add(state: _State, request_id: str, prompt: list[int], params: Any, max_
     sampling = SamplingParams(
         temperature=0.0, max_tokens=max_tokens, logprobs=5, ignore_eos=True, detokenize=False, extra_args=extra
     )
+    state.arrived_s[request_id] = time.perf_counter()
     state.engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
 
 
@@ -244,6 +254,37 @@ def _do_metrics(state: _State) -> dict[str, float]:
     }
 
 
+def _do_profile(state: _State) -> None:
+    """Time every call that vLLM makes to the connector from now on; one process holds both sides."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    state.seen |= {"scheduler_ns": 0, "worker_ns": 0}
+    scheduler = state.engine.engine_core.engine_core.scheduler.connector
+    for side, connector in (("scheduler_ns", scheduler), ("worker_ns", get_kv_transfer_group())):
+        depth = [0]
+        for name in dir(type(connector)):
+            if not name.startswith("_") and inspect.isfunction(getattr(type(connector), name)):
+                setattr(connector, name, _timed(state.seen, (side, name), getattr(connector, name), depth))
+
+
+def _timed(totals: dict[str, int], keys: tuple[str, ...], method: Any, depth: list[int]) -> Callable[..., Any]:
+    """Count the time in ``method``, unless another counted one has called it."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        depth[0] += 1
+        begin = time.perf_counter_ns()
+        try:
+            return method(*arguments, **named)
+        finally:
+            depth[0] -= 1
+            if not depth[0]:
+                spent = time.perf_counter_ns() - begin
+                for key in keys:
+                    totals[key] = totals.get(key, 0) + spent
+
+    return call
+
+
 def _do_stats(state: _State) -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -269,17 +310,19 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "left": _do_left,
     "seen": _do_seen,
     "metrics": _do_metrics,
+    "profile": _do_profile,
     "stats": _do_stats,
     "counts": _do_counts,
     "status": _do_status,
 }
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any, elapsed_s: float) -> Answer:
     (one,) = output.outputs
     return Answer(
         tokens=tuple(one.token_ids),
         logprobs=tuple({token: each.logprob for token, each in step.items()} for step in one.logprobs or ()),
         finish_reason=str(one.finish_reason),
         params=output.kv_transfer_params,
+        elapsed_s=elapsed_s,
     )
