@@ -1,5 +1,8 @@
 // Python's view of the core: convert, release the GIL, call, wrap. kvrdma_cma/transport.py is the only user.
+#include <atomic>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "core.hpp"
 #include "python.hpp"
@@ -20,18 +23,46 @@ static nb::bytes bytes_of(const Cookie &cookie) {
     return nb::bytes(cookie.data(), cookie.size());
 }
 
-// The core, closed when Python drops it.
+// The core, closed when Python drops it or, by the finalizer of CmaTransport, before the interpreter ends.
+//
+// A thread that asks for the GIL after the interpreter has begun to end is killed there, which C++ frames do not
+// survive. So close() waits for the calls under way, and a closed core is called with the GIL held.
 class Handle {
   public:
     explicit Handle(int threads) : core_(Core::open(threads)) {}
-    ~Handle() {
-        gil_scoped_release release;
-        core_->close();
+    ~Handle() { close(); }
+
+    template <typename Body> auto call(Body body) {
+        if (closed_)
+            return body(*core_);
+        Released released(active_);
+        return body(*core_);
     }
-    Core *operator->() const { return core_.get(); }
+
+    void close() {
+        closed_ = true;
+        Released released(active_);
+        core_->close();
+        for (int i = 0; i < 1000 && active_ > 1; ++i)
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
 
   private:
+    struct Counted {
+        explicit Counted(std::atomic<int> &calls) : count(calls) { ++count; }
+        ~Counted() { --count; }
+        std::atomic<int> &count;
+    };
+    // Members go in reverse order: a call counts until it has the GIL again.
+    struct Released {
+        explicit Released(std::atomic<int> &calls) : counted(calls) {}
+        Counted counted;
+        gil_scoped_release gil;
+    };
+
     std::shared_ptr<Core> core_;
+    std::atomic<int> active_{0};
+    std::atomic<bool> closed_{false};
 };
 
 using RemoteRow = std::tuple<uint64_t, uint64_t, uint64_t, nb::bytes>; // addr, nbytes, cookie addr, cookie
@@ -42,17 +73,16 @@ static uint64_t connect(Handle &handle, int pid, uint64_t start, uint64_t cookie
     std::vector<RemoteMemory> memory;
     for (const auto &[addr, nbytes, at, value] : rows)
         memory.push_back({addr, nbytes, at, cookie_of(value)});
-    gil_scoped_release release;
-    return handle->connect(who, std::move(memory));
+    return handle.call([&](Core &core) { return core.connect(who, std::move(memory)); });
 }
 
 static uint64_t read(Handle &handle, uint64_t peer, const RowArray &array) {
-    gil_scoped_release release;
-    return handle->read(peer, copy_rows(array));
+    return handle.call([&](Core &core) { return core.read(peer, copy_rows(array)); });
 }
 
 NB_MODULE(_cma, module) {
     register_translator();
+    nb::set_leak_warnings(false); // threads of the caller may hold a core when the interpreter ends
     module.doc() = "Native core of the cma transport: batched process_vm_readv on its own threads.";
     module.def("start_time", &start_time, nb::arg("pid"), "Start time of a process in ticks since boot, or 0.");
     nb::class_<Handle>(module, "Core", "Regions, peers and reads of one process.")
@@ -60,30 +90,32 @@ NB_MODULE(_cma, module) {
         .def(
             "identity",
             [](Handle &handle) {
-                const Identity who = handle->identity();
+                const Identity who = handle.call([](Core &core) { return core.identity(); });
                 return std::make_tuple(who.pid, who.start_time, who.mark.cookie_addr, bytes_of(who.mark.cookie));
             },
             "(pid, start time, cookie addr, cookie)")
         .def(
             "add_region",
             [](Handle &handle, uint64_t addr, uint64_t nbytes) {
-                const Mark mark = handle->add_region(addr, nbytes);
+                const Mark mark = handle.call([&](Core &core) { return core.add_region(addr, nbytes); });
                 return std::make_tuple(mark.id, mark.cookie_addr, bytes_of(mark.cookie));
             },
             nb::arg("addr"), nb::arg("nbytes"), "(region id, cookie addr, cookie)")
         .def(
-            "remove_region", [](Handle &handle, uint32_t id) { handle->remove_region(id); }, nb::arg("id"))
-        .def("check_open", [](Handle &handle) { handle->check_open(); })
+            "remove_region",
+            [](Handle &handle, uint32_t id) { handle.call([=](Core &core) { core.remove_region(id); }); },
+            nb::arg("id"))
+        .def("check_open", [](Handle &handle) { handle.call([](Core &core) { core.check_open(); }); })
         .def("connect", &connect, nb::arg("pid"), nb::arg("start_time"), nb::arg("cookie_addr"), nb::arg("cookie"),
              nb::arg("memory"))
         .def("read", &read, nb::arg("peer"), nb::arg("rows"))
-        .def("poll", [](Handle &handle) { return events_of(handle->poll()); })
-        .def("fileno", [](Handle &handle) { return handle->fd(); })
+        .def("poll", [](Handle &handle) { return events_of(handle.call([](Core &core) { return core.poll(); })); })
+        .def("fileno", [](Handle &handle) { return handle.call([](Core &core) { return core.fd(); }); })
         .def(
-            "disconnect", [](Handle &handle, uint64_t peer) { handle->disconnect(peer); }, nb::arg("peer"),
-            nb::call_guard<gil_scoped_release>())
-        .def(
-            "close", [](Handle &handle) { handle->close(); }, nb::call_guard<gil_scoped_release>());
+            "disconnect",
+            [](Handle &handle, uint64_t peer) { handle.call([=](Core &core) { core.disconnect(peer); }); },
+            nb::arg("peer"))
+        .def("close", &Handle::close);
 }
 
 } // namespace kvrdma::cma

@@ -21,6 +21,21 @@ std::vector<uint64_t> sizes_of(const std::vector<RemoteMemory> &memory) {
     return sizes;
 }
 
+// Which regions a batch, checked, touches on both sides. Rows of one region mostly follow each other.
+void note_regions(Batch &batch) {
+    uint64_t last = ~0ull;
+    Span *span = nullptr;
+    for (const Row &row : batch.rows) {
+        if (row.region != last) {
+            last = row.region;
+            span = &batch.written.try_emplace(row.local_region(), Span{row.local, row.local}).first->second;
+            batch.remote_regions.insert(row.remote_region());
+        }
+        span->begin = std::min(span->begin, row.local);
+        span->end = std::max(span->end, row.local + row.length);
+    }
+}
+
 void check_own_memory(uint64_t addr, uint64_t nbytes) {
     char byte = 0;
     if (addr + nbytes < addr || peek(getpid(), addr, &byte, 1) || peek(getpid(), addr + nbytes - 1, &byte, 1))
@@ -43,21 +58,21 @@ void Batch::fail(const char *kind, const std::string &why, int code) {
     error_code = code;
 }
 
-Core::Core() : owner_pid_(getpid()) {
-    epoll_ = epoll_create1(EPOLL_CLOEXEC);
-    wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (epoll_ < 0 || wake_ < 0)
-        throw StatusError("TransportError", std::string("cannot watch peers: ") + strerror(errno), errno);
+Fd::Fd(int fd, const char *what) : fd_(fd) {
+    if (fd < 0)
+        throw StatusError("TransportError", std::string(what) + ": " + strerror(errno) + " (see ulimit -n)", errno);
+}
+
+Fd::~Fd() { ::close(fd_); }
+
+Core::Core()
+    : owner_pid_(getpid()), epoll_(epoll_create1(EPOLL_CLOEXEC), "epoll_create1"),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd") {
     epoll_event event{.events = EPOLLIN, .data = {.u64 = 0}};
-    epoll_ctl(epoll_, EPOLL_CTL_ADD, wake_, &event);
+    epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
     const Cookie cookie = random_cookie();
     identity_ = {owner_pid_, start_time(owner_pid_),
                  {0, reinterpret_cast<uint64_t>(take_cookie(cookie)), cookie}};
-}
-
-Core::~Core() {
-    ::close(epoll_);
-    ::close(wake_);
 }
 
 std::shared_ptr<Core> Core::open(int threads) {
@@ -92,11 +107,15 @@ void Core::check_open() const {
     require_open();
 }
 
-void Core::require_open() const {
+void Core::require_own_process() const {
     if (getpid() != owner_pid_)
         throw StatusError("TransportClosedError", "the transport was opened in process " +
                                                       std::to_string(owner_pid_) + " and does not survive fork: "
                                                       "open it after the fork, or spawn");
+}
+
+void Core::require_open() const {
+    require_own_process();
     if (closed_)
         throw StatusError("TransportClosedError", "the transport is closed");
 }
@@ -138,10 +157,13 @@ void Core::remove_region(uint32_t id) {
     const auto found = regions_.find(id);
     if (found == regions_.end())
         throw StatusError("RegistrationError", "region " + std::to_string(id) + " is not registered here");
+    // By address, not by id: where regions overlap, a row counts to one of them.
+    const uint64_t begin = found->second.addr, end = begin + found->second.nbytes;
     for (const auto &[read, batch] : in_flight_)
-        if (batch->local_regions.count(id))
-            throw StatusError("RegionBusyError", "region " + std::to_string(id) + " is the destination of read " +
-                                                     std::to_string(read) + ": poll until it ends");
+        for (const auto &[region, span] : batch->written)
+            if (span.begin < end && begin < span.end)
+                throw StatusError("RegionBusyError", "region " + std::to_string(id) + " is the destination of read " +
+                                                         std::to_string(read) + ": poll until it ends");
     drop_cookie(found->second.cookie);
     table_.remove(id);
     regions_.erase(found);
@@ -153,7 +175,10 @@ uint64_t Core::connect(const Identity &who, std::vector<RemoteMemory> memory) {
     auto peer = std::make_shared<PeerState>(0, who, std::vector<RemoteMemory>{});
     const std::string name = "process " + std::to_string(who.pid);
     const uint64_t started = start_time(who.pid);
-    if (started != who.start_time)
+    if (started == 0 && !peer->pidfd.exited())
+        throw StatusError("ConnectError", "the start time of " + name + " cannot be read: " + strerror(errno) +
+                                              " (see ulimit -n)", errno);
+    if (started != 0 && started != who.start_time)
         throw StatusError("PeerIdentityError", name + " started at tick " + std::to_string(started) +
                                                    " of this boot, the address is of one that started at " +
                                                    std::to_string(who.start_time) + ": the PID was reused");
@@ -169,7 +194,7 @@ uint64_t Core::connect(const Identity &who, std::vector<RemoteMemory> memory) {
     const uint64_t id = next_id_++;
     peer = std::make_shared<PeerState>(id, who, std::move(memory));
     epoll_event event{.events = EPOLLIN, .data = {.u64 = id}};
-    if (epoll_ctl(epoll_, EPOLL_CTL_ADD, peer->pidfd.fd(), &event))
+    if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer->pidfd.fd(), &event))
         throw StatusError("ConnectError", name + " cannot be watched: " + strerror(errno), errno);
     peers_[id] = peer;
     return id;
@@ -188,13 +213,7 @@ uint64_t Core::read(uint64_t peer_id, std::vector<Row> rows) {
     if (!peer.lost.empty())
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " was lost: " + peer.lost, peer.lost_code);
     batch->nbytes = check_rows(batch->rows, table_, peer.sizes);
-    uint64_t last = ~0ull;
-    for (const Row &row : batch->rows)
-        if (row.region != last) {
-            last = row.region;
-            batch->local_regions.insert(row.local_region());
-            batch->remote_regions.insert(row.remote_region());
-        }
+    note_regions(*batch);
     batch->peer = found->second;
     batch->read = next_id_++;
     ++peer.in_flight;
@@ -210,6 +229,11 @@ void Core::cancel(PeerState *peer, const char *why) {
             batch->fail("ReadCancelledError", why, 0);
     end_failed();
     work_ready_.notify_all();
+}
+
+std::vector<Completion> Core::poll() {
+    require_own_process(); // the descriptor is shared with a forked child; its reads would take our wake-ups
+    return completions_.drain();
 }
 
 void Core::disconnect(uint64_t peer_id) {
@@ -234,7 +258,7 @@ void Core::close() {
         drop_cookie(reinterpret_cast<Cookie *>(identity_.mark.cookie_addr));
         cancel(nullptr, "the transport was closed before it ended");
         const uint64_t one = 1;
-        [[maybe_unused]] const ssize_t n = ::write(wake_, &one, sizeof one);
+        [[maybe_unused]] const ssize_t n = ::write(wake_.get(), &one, sizeof one);
     }
     thread_ended_.wait_for(lock, kCloseWait, [this] { return threads_ == 0; });
     if (threads_ == 0)

@@ -40,6 +40,23 @@ struct Identity {
     Mark mark;
 };
 
+struct Span {
+    uint64_t begin, end;
+};
+
+// Owns a file descriptor.
+class Fd {
+  public:
+    Fd(int fd, const char *what); // throws TransportError if fd is negative
+    ~Fd();
+    Fd(const Fd &) = delete;
+    Fd &operator=(const Fd &) = delete;
+    int get() const noexcept { return fd_; }
+
+  private:
+    int fd_;
+};
+
 struct PeerState {
     PeerState(uint64_t number, const Identity &who, std::vector<RemoteMemory> regions);
 
@@ -60,7 +77,8 @@ struct Batch {
     std::shared_ptr<PeerState> peer;
     std::vector<Row> rows;
     uint64_t rows_given = 0, nbytes = 0;
-    std::set<uint32_t> local_regions, remote_regions;
+    std::map<uint32_t, Span> written; // by local region: from the first to the last byte that may be written
+    std::set<uint32_t> remote_regions;
     bool queued = true, prepared = false;
     size_t next = 0;         // first row not yet claimed
     uint64_t next_offset = 0; // and how much of it is
@@ -76,7 +94,6 @@ struct Batch {
 class Core : public std::enable_shared_from_this<Core> {
   public:
     static std::shared_ptr<Core> open(int threads);
-    ~Core();
 
     Identity identity() const { return identity_; }
     Mark add_region(uint64_t addr, uint64_t nbytes);
@@ -86,7 +103,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void disconnect(uint64_t peer);
     void check_open() const;
     void close();
-    std::vector<Completion> poll() { return completions_.drain(); }
+    std::vector<Completion> poll();
     int fd() const noexcept { return completions_.fd(); }
 
   private:
@@ -96,6 +113,7 @@ class Core : public std::enable_shared_from_this<Core> {
     };
 
     Core();
+    void require_own_process() const;
     void require_open() const;
     Cookie *take_cookie(const Cookie &value);
     void drop_cookie(Cookie *cookie);
@@ -129,7 +147,7 @@ class Core : public std::enable_shared_from_this<Core> {
     uint64_t next_id_ = 1;
     uint32_t next_region_ = 1;
     int threads_ = 0, idle_ = 0;
-    int epoll_ = -1, wake_ = -1;
+    const Fd epoll_, wake_;
     bool closed_ = false;
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvrdma.blob import seal, unseal
@@ -11,6 +12,7 @@ from kvrdma.errors import (
     BlobError,
     ConfigError,
     PeerIdentityError,
+    PeerLostError,
     PeerPermissionError,
     RegistrationError,
     TransportUnavailableError,
@@ -84,6 +86,9 @@ class CmaTransport:
         except ImportError as error:
             raise TransportUnavailableError(f"cma: {error}; reinstall kvrdma on this machine") from error
         self._core = Core(count)
+        weakref.finalize(self, self._core.close)
+        self._regions: dict[int, Region] = {}
+        self._peers: dict[PeerId, Peer] = {}
         self._threads = count
 
     def capabilities(self) -> Capabilities:
@@ -103,10 +108,16 @@ class CmaTransport:
             raise RegistrationError(f"cma cannot register {nbytes} bytes at {addr:#x}")
         number, cookie_addr, cookie = self._core.add_region(addr, nbytes)
         key = _Key(self._core.identity()[3], addr, nbytes, cookie_addr, cookie)
-        return Region(number, addr, nbytes, device, seal("cma/key", 1, _KEY.pack(*key)))
+        region = Region(number, addr, nbytes, device, seal("cma/key", 1, _KEY.pack(*key)))
+        self._regions[number] = region
+        return region
 
     def deregister(self, region: Region) -> None:
+        self._core.check_open()
+        if self._regions.get(region.id) != region:
+            raise RegistrationError(f"region {region.id} is not registered with this transport")
         self._core.remove_region(region.id)
+        del self._regions[region.id]
 
     def address(self) -> bytes:
         self._core.check_open()
@@ -127,10 +138,16 @@ class CmaTransport:
         except PeerPermissionError as error:
             raise PeerPermissionError(f"{error}: {denied.explain(where.pid)}", code=error.code) from None
         regions = tuple(RemoteRegion(key.nbytes, Device()) for key in memory)
-        return Peer(PeerId(number), self.name, regions, one_sided=True, via="process_vm_readv")
+        peer = Peer(PeerId(number), self.name, regions, one_sided=True, via="process_vm_readv")
+        self._peers[peer.id] = peer
+        return peer
 
     def read(self, peer: Peer, rows: Rows) -> ReadId:
-        return ReadId(self._core.read(peer.id, as_rows(rows)))
+        array = as_rows(rows)
+        if self._peers.get(peer.id) is not peer:
+            self._core.check_open()
+            raise PeerLostError(f"peer {peer.id} is not connected to this transport (any more): connect again")
+        return ReadId(self._core.read(peer.id, array))
 
     def poll(self) -> list[Completion]:
         return [completion_of(event) for event in self._core.poll()]
@@ -139,7 +156,9 @@ class CmaTransport:
         return self._core.fileno()
 
     def disconnect(self, peer: Peer) -> None:
-        self._core.disconnect(peer.id)
+        if self._peers.get(peer.id) is peer:
+            self._core.disconnect(peer.id)
+            self._peers.pop(peer.id, None)
 
     def close(self) -> None:
         self._core.close()

@@ -182,7 +182,7 @@ void Core::settle(PeerState &peer) {
         completions_.push({"PeerLostError", 0, peer.id, 0, 0, 0, peer.lost, peer.lost_code});
     }
     if (!peer.lost.empty() || peer.disconnected)
-        epoll_ctl(epoll_, EPOLL_CTL_DEL, peer.pidfd.fd(), nullptr);
+        epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer.pidfd.fd(), nullptr);
     if (peer.disconnected)
         peers_.erase(peer.id); // the last use of `peer`
 }
@@ -190,7 +190,7 @@ void Core::settle(PeerState &peer) {
 void Core::watch() {
     epoll_event events[16];
     while (true) {
-        const int n = epoll_wait(epoll_, events, 16, -1);
+        const int n = epoll_wait(epoll_.get(), events, 16, -1);
         std::lock_guard lock(mutex_);
         if (closed_)
             return;
@@ -199,7 +199,7 @@ void Core::watch() {
             if (found == peers_.end())
                 continue;
             const auto peer = found->second; // settle may erase it
-            epoll_ctl(epoll_, EPOLL_CTL_DEL, peer->pidfd.fd(), nullptr);
+            epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, peer->pidfd.fd(), nullptr);
             lose(*peer, "its process has exited", ESRCH);
         }
     }

@@ -61,10 +61,11 @@ class MemoryTransport:
         """Open; ``require_one_sided`` always holds here."""
         del require_one_sided
         self._lock = threading.RLock()
+        self._pid = os.getpid()
         self._token = secrets.token_bytes(16)
         self._ids = itertools.count(1)
         self._regions: dict[int, Region] = {}
-        self._remote: dict[PeerId, tuple[MemoryTransport, list[int]]] = {}
+        self._remote: dict[PeerId, tuple[Peer, MemoryTransport, list[int]]] = {}
         self._lost: set[PeerId] = set()
         self._posted: deque[tuple[ReadId, Peer, Rows, int]] = deque()
         self._completions: deque[Completion] = deque()
@@ -79,7 +80,7 @@ class MemoryTransport:
         )
 
     def register(self, addr: int, nbytes: int, device: Device) -> Region:
-        if device.kind != "cpu" or nbytes < 1 or addr < 1:
+        if device.kind != "cpu" or nbytes < 1 or addr < 1 or addr + nbytes > 1 << 64:
             raise RegistrationError(f"{self.name} cannot register {nbytes} bytes at {addr:#x} on {device}")
         with self._lock:
             self._check_open()
@@ -94,7 +95,10 @@ class MemoryTransport:
             if self._regions.get(region.id) != region:
                 raise RegistrationError(f"region {region.id} is not registered with this transport")
             for read, _, rows, _ in self._posted:
-                if any(region.addr <= addr < region.addr + region.nbytes for addr in rows[:, 0].tolist()):
+                if any(
+                    addr < region.addr + region.nbytes and region.addr < addr + length
+                    for addr, _, _, length in rows.tolist()  # merged rows may span regions that touch
+                ):
                     raise RegionBusyError(f"region {region.id} is the destination of read {read}: poll until it ends")
             del self._regions[region.id]
 
@@ -115,15 +119,15 @@ class MemoryTransport:
         with self._lock:
             self._check_open()
             peer = Peer(PeerId(next(self._ids)), self.name, regions, one_sided=True, via="memmove")
-            self._remote[peer.id] = (remote, numbers)
+            self._remote[peer.id] = (peer, remote, numbers)
             return peer
 
     def read(self, peer: Peer, rows: Rows) -> ReadId:
         rows = as_rows(rows)
         with self._lock:
             self._check_open()
-            if peer.id not in self._remote or peer.id in self._lost:
-                raise PeerLostError(f"peer {peer.id} was lost or disconnected: connect again")
+            if peer.id not in self._remote or self._remote[peer.id][0] is not peer or peer.id in self._lost:
+                raise PeerLostError(f"peer {peer.id} was lost or disconnected here, or never connected: connect again")
             local = [(region.addr, region.nbytes) for region in self._regions.values()]
             check_rows(rows, local, [region.nbytes for region in peer.regions])
             read = ReadId(next(self._ids))
@@ -132,6 +136,7 @@ class MemoryTransport:
             return read
 
     def poll(self) -> list[Completion]:
+        self._check_process()
         with self._lock:
             while self._posted:
                 self._carry_out(*self._posted.popleft())
@@ -157,28 +162,37 @@ class MemoryTransport:
             self._regions.clear()
             _network.pop(self._token, None)
 
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # the descriptor is shared with the parent, the memory is not
+            raise TransportClosedError(f"{self.name} transport does not survive fork: open it afterwards, or spawn")
+
     def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise TransportClosedError(f"{self.name} transport is closed")
 
     def _carry_out(self, read: ReadId, peer: Peer, rows: Rows, count: int) -> None:
-        remote, numbers = self._remote[peer.id]
+        _, remote, numbers = self._remote[peer.id]
         sources = [remote._regions.get(number) for number in numbers]  # noqa: SLF001 - the other end of the wire
-        if remote._closed:  # noqa: SLF001
-            self._lose(read, peer, PeerLostError(f"peer {peer.id} closed its transport"))
-            return
-        if any(sources[index] is None for index in set(rows[:, 1].tolist())):
-            reason = StaleRegionError(f"peer {peer.id} deregistered a region that read {read} reads")
-            self._completions.append(ReadFailed(read, peer.id, reason))
-            return
-        for addr, index, offset, length in rows.tolist():
-            source = sources[index]
-            assert source is not None
-            ctypes.memmove(addr, source.addr + offset, length)
-        self._completions.append(ReadDone(read, peer.id, count, len(rows), int(rows[:, 3].sum())))
+        error = _error(remote, sources, [sources[index] for index in set(rows[:, 1].tolist())], peer)
+        if error is None:
+            for addr, index, offset, length in rows.tolist():
+                ctypes.memmove(addr, sources[index].addr + offset, length)
+            # The bytes count only if their registration held until they had all been read.
+            now = [remote._regions.get(number) for number in numbers]  # noqa: SLF001
+            error = _error(remote, sources, [now[index] for index in set(rows[:, 1].tolist())], peer)
+        if isinstance(error, PeerLostError):
+            self._lose(read, peer, error)
+        elif error is not None:
+            self._completions.append(ReadFailed(read, peer.id, error))
+        else:
+            self._completions.append(ReadDone(read, peer.id, count, len(rows), int(rows[:, 3].sum())))
 
     def _lose(self, read: ReadId, peer: Peer, reason: TransportError) -> None:
         self._completions.append(ReadFailed(read, peer.id, reason))
+        for post in [post for post in self._posted if post[1] is peer]:
+            self._posted.remove(post)
+            self._completions.append(ReadFailed(post[0], peer.id, reason))
         if peer.id not in self._lost:
             self._lost.add(peer.id)
             self._completions.append(PeerLost(peer.id, reason))
@@ -187,3 +201,14 @@ class MemoryTransport:
         for post in posts:
             self._posted.remove(post)
             self._completions.append(ReadFailed(post[0], post[1].id, ReadCancelledError(f"read {post[0]}: {why}")))
+
+
+def _error(
+    remote: MemoryTransport, sources: list[Region | None], now: list[Region | None], peer: Peer
+) -> TransportError | None:
+    """Say why the peer's regions cannot be read (any more)."""
+    if remote._closed:  # noqa: SLF001
+        return PeerLostError(f"peer {peer.id} closed its transport")
+    if any(region is None or region not in sources for region in now):
+        return StaleRegionError(f"peer {peer.id} deregistered a region that is being read")
+    return None
