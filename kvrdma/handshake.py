@@ -16,6 +16,7 @@ from kvrdma.topology import EngineShape, RankId, Source, consumers_of, select_so
 from kvrdma.transport import Capabilities
 from kvrdma.wire import RankDescription
 
+MAX_RANKS = 4096
 _MAX_LAYOUT_BYTES = 16 << 20
 
 _encoder = msgspec.msgpack.Encoder()
@@ -59,7 +60,11 @@ def remote_shape(local: EngineShape, reference: PullReference) -> EngineShape:
 
     Raises:
         TopologyError: the sizes do not fit the model's kv heads.
+        IncompatibleError: there are more ranks than any engine has.
     """
+    ranks = reference.tp_size * reference.pp_size * (reference.dcp_size if reference.dcp_across_tp else 1)
+    if ranks > MAX_RANKS:
+        raise IncompatibleError(f"the reference names an engine of {ranks} ranks, more than {MAX_RANKS}")
     return EngineShape(
         tp_size=reference.tp_size,
         num_kv_heads=local.num_kv_heads,

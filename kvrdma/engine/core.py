@@ -24,7 +24,7 @@ from kvrdma.engine.peers import MAX_HANDSHAKES, Peers
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
 from kvrdma.engine.reports import Reports
-from kvrdma.engine.shape import Shaper
+from kvrdma.engine.shape import Shaper, tokens_held
 from kvrdma.engine.tenant import Tenant
 from kvrdma.engine.threads import EngineThreads
 from kvrdma.errors import MessageError, PlanError, PullAbortedError, PullError, TransportClosedError
@@ -88,6 +88,7 @@ class Engine:
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
         self.layout = KVLayout.from_tensors(caches, specs, share)
+        self._only_state = all(page.kind == "state" for page in self.layout.formats)
         refuse_digests(self.config, caches)
         self._fence = FenceTable(self.config.fence_slots, _SPARE_WORDS)
         self._opened, self.refused = (list(transports), {}) if transports is not None else open_transports(self.config)
@@ -259,13 +260,17 @@ class Engine:
             PullError: a pull of that id is under way.
         """
         reference = _reference(reference)
+        spans = spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
+        limit = tokens_held(self.layout, spans)
         for span in [wanted] if isinstance(wanted, TokenRange) else wanted:
             if not 0 <= span.start <= span.end <= reference.num_tokens:
                 raise PlanError(f"pull {request_id!r}: tokens {span} of {reference.num_tokens} published ones")
+            if span.start < span.end > limit and not self._only_state:
+                raise PlanError(f"pull {request_id!r}: tokens {span} do not fit blocks for {limit} of them")
         now_s = time.monotonic()
         seconds = self.config.pull_timeout_s if timeout_s is None else timeout_s
-        pull = Wanted(request_id, reference, spans_of(blocks), wanted, now_s, now_s + seconds)
+        pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + seconds)
         self._reports.owe(request_id)  # from here on it is reported, whatever happens
         self._loop.run(lambda: self._consumer.start(pull))
 

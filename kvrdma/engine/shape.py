@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrdma.layout import KVLayout
-from kvrdma.plan import ReadPlan
+from kvrdma.plan import BlockSpan, ReadPlan
 from kvrdma.reshape import PagedMemory, apply_at
+
+
+def tokens_held(layout: KVLayout, blocks: Sequence[BlockSpan]) -> int:
+    """Give a position that no block of any group reaches.
+
+    A plan of more tokens cannot be made; trying would take memory for as many as the reference claims.
+    """
+    each = max(layout.block_size(layer) for layer in layout.layers) * layout.dcp_size
+    return max((span.first + len(span.ids) for span in blocks), default=0) * each
 
 
 class Shaper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -85,7 +86,8 @@ class SideChannelClient:
         """
         self._last_id += 1
         deadline = time.monotonic() + timeout_s
-        self._socket.send_multipart([_REQUEST_ID.pack(self._last_id), wire.encode(message)])
+        with suppress(zmq.Again):  # the connection has failed for good already: the monitor says why
+            self._socket.send_multipart([_REQUEST_ID.pack(self._last_id), wire.encode(message)], zmq.DONTWAIT)
         while (left_s := deadline - time.monotonic()) > 0:
             ready = self._wait(left_s)
             if self._socket in ready:
@@ -156,10 +158,7 @@ class SideChannelClient:
             return f"{self.endpoint} gave no answer within {timeout_s:g} s"
         if self._connected:
             return f"{self.endpoint} accepted the connection, then was silent for {timeout_s:g} s: no kvrdma?"
-        return (
-            f"nobody listens at {self.endpoint} (tried for {timeout_s:g} s): start `kvrdma link-test serve` "
-            "there, check host, port and firewall"
-        )
+        return f"nobody listens at {self.endpoint} (tried for {timeout_s:g} s): check host, port and firewall"
 
     def close(self) -> None:
         """Drop the connection. Idempotent."""

@@ -18,7 +18,9 @@ from kvrdma.config import Config
 from kvrdma.engine import PullFailed
 from kvrdma.errors import ControlError, IncompatibleError, KVRDMAError, PullTimeoutError, TransportError
 from kvrdma.reference import PullReference
+from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.testing import PeerProcess
+from kvrdma.wire import Noted
 from tests.engine import chaos, soak
 from tests.helpers import producer_process as at
 from tests.helpers.tagged import SMALL, Model, Side, busy, done, failed
@@ -136,6 +138,8 @@ def listening(kind: str) -> Iterator[int]:
                         connection.sendall(os.urandom(4096))
                     elif kind == "half a frame":
                         connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL")
+                    elif kind == "strange greeting":
+                        connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0" + b"STRANGE".ljust(52, b"\0"))
                     elif kind == "closes":
                         connection.close()
                 except OSError:
@@ -156,7 +160,7 @@ def listening(kind: str) -> Iterator[int]:
             connection.close()
 
 
-@pytest.mark.parametrize("kind", ["black hole", "refused", "garbage", "half a frame", "closes"])
+@pytest.mark.parametrize("kind", ["black hole", "refused", "garbage", "strange greeting", "half a frame", "closes"])
 def test_whatever_answers_is_bounded_and_named(kind: str) -> None:
     with listening(kind) as port, Side(MODEL) as producer, Side(MODEL, config=BRIEF) as consumer:
         rank, reference = consumer.ranks[0], producer.publish(1, [1], 16)
@@ -167,6 +171,16 @@ def test_whatever_answers_is_bounded_and_named(kind: str) -> None:
         assert f"127.0.0.1:{port}" in str(event.reason)
         assert busy(rank.engine) == {}
         done(rank.pull(2, reference, [2]))
+
+
+@pytest.mark.parametrize("kind", ["garbage", "strange greeting", "half a frame", "closes"])
+def test_a_connection_that_has_failed_before_the_question_does_not_block_it(kind: str) -> None:
+    with listening(kind) as port, SideChannelClient(Endpoint("127.0.0.1", port)) as client:
+        time.sleep(0.3)  # the handshake of ZMQ has failed for good by now
+        began_s = time.monotonic()
+        with pytest.raises(ControlError):
+            client.request(Noted(), 0.8)
+        assert time.monotonic() - began_s < 5
 
 
 def _times(side: Side, references: list[PullReference]) -> list[float]:

@@ -217,7 +217,7 @@ def test_the_best_transport_that_both_sides_have(theirs: str, ours: str, pinned:
         assert done(rank.pull(1, producer.publish(1, [1], 4), [2])).via[0].startswith(chosen)
         text = rank.engine.describe()
         assert re.search(rf"peer p: .*{chosen} \(\w+\) chosen", text)
-        if chosen not in ours.split("+")[0]:
+        if chosen not in ours.split("+", maxsplit=1)[0]:
             assert "memory: not offered by the peer; " in text or pinned
 
 

@@ -63,6 +63,9 @@ def test_what_pull_refuses_at_once(scene: Scene) -> None:
             engine.pull(1, reference, blocks)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"tokens .* of 12 published"):
         engine.pull(1, reference, [0], tokens=TokenRange(0, 13))
+    huge = {**reference.to_params(), "remote_num_tokens": 1 << 50}  # would be terabytes of page numbers
+    with pytest.raises(PlanError, match=r"do not fit blocks for 12 of them"):
+        engine.pull(1, huge, [0, 1, 2])
     for broken in ({}, {**reference.to_params(), "remote_port": 0}, {**reference.to_params(), "kvrdma": None}):
         with pytest.raises(MessageError, match="kv_transfer_params"):
             engine.pull(1, broken, [0])
@@ -85,6 +88,7 @@ def test_what_publish_refuses(scene: Scene) -> None:
         ({"remote_block_ids": [[8, 8, 8]]}, PlanError, "remote page 8 appears twice"),
         ({"remote_engine_id": "other"}, IncompatibleError, "engine other is asked for"),
         ({"tp_size": 2}, IncompatibleError, r"has no ranks \[\(0, 1\)\]"),
+        ({"tp_size": 1 << 20}, IncompatibleError, "an engine of 1048576 ranks, more than 4096"),
         ({"interleave": 4}, IncompatibleError, "interleave differs: reference 4, rank .* 1: the reference was altered"),
         ({"slot": 1 << 30}, PullError, "lease slot 1073741824, which rank .* does not have"),
         ({"engine_generation": 17}, IncompatibleError, "was restarted: .* of 17"),
