@@ -14,6 +14,7 @@ from kvrdma.errors import (
     PeerLostError,
     ReadCancelledError,
     RegionBusyError,
+    RegistrationError,
     StaleRegionError,
     TransportClosedError,
     TransportError,
@@ -78,6 +79,30 @@ class LifetimeContract(ContractBase):
             done(ended)
         reader.check(rows, sources)
         reader.transport.deregister(reader.region)
+
+    def test_region_that_overlaps_the_destination_of_a_read_is_busy(self) -> None:
+        reader, _, peer, _ = self.link(BIG, [BIG])
+        part = reader.transport.register(reader.buffer.ctypes.data, BIG // 2, Device())
+        rows = reader.rows([(0, 0, 0, BIG // 2)])  # may count to either region
+        reads = {reader.transport.read(peer, rows) for _ in range(8)}
+        with pytest.raises(RegionBusyError):
+            reader.transport.deregister(part)
+        drain(reader.transport, reads)
+        reader.transport.deregister(part)
+
+    def test_regions_and_peers_of_another_transport_are_refused(self) -> None:
+        reader, target, peer, sources = self.link(PAGE, [PAGE])
+        other = self.reader(PAGE)
+        stranger = self.connect(other, target)
+        with pytest.raises(RegistrationError):
+            reader.transport.deregister(other.region)
+        with pytest.raises(PeerLostError):
+            reader.transport.read(stranger, reader.rows([(0, 0, 0, PAGE)]))
+        reader.transport.disconnect(stranger)
+        rows = reader.rows([(0, 0, 0, PAGE)])
+        done(reader.read(peer, rows))  # neither has been touched
+        reader.check(rows, sources)
+        done(other.read(stranger, other.rows([(0, 0, 0, PAGE)])))
 
     def test_region_deregistered_by_the_peer(self) -> None:
         reader, target, peer, _ = self.link(2 * PAGE, [PAGE, PAGE])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import select
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from kvrdma.errors import PeerLostError, TransportError
-from kvrdma.rows import as_rows
+from kvrdma.errors import PeerLostError, TransportClosedError, TransportError
+from kvrdma.rows import as_rows, check_rows
 from kvrdma.transport import PeerLost, ReadDone, ReadFailed, ReadId, poll_until
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class FaultTransport:
         self._ready: deque[Completion] = deque()
         self._held: list[_Held] = []
         self._lost: set[int] = set()
+        self._regions: dict[int, Region] = {}
+        self._lock = threading.RLock()  # an inner completion must not be polled before its id is known
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
         self._either = select.epoll()
@@ -88,11 +91,14 @@ class FaultTransport:
 
     def register(self, addr: int, nbytes: int, device: Device) -> Region:
         """As the wrapped transport."""
-        return self._inner.register(addr, nbytes, device)
+        region = self._inner.register(addr, nbytes, device)
+        self._regions[region.id] = region
+        return region
 
     def deregister(self, region: Region) -> None:
         """As the wrapped transport."""
         self._inner.deregister(region)
+        self._regions.pop(region.id, None)
 
     def address(self) -> bytes:
         """As the wrapped transport."""
@@ -103,8 +109,16 @@ class FaultTransport:
         return self._inner.connect(address, keys)
 
     def read(self, peer: Peer, rows: Rows) -> ReadId:
-        """Post the batch with the next fault."""
+        """Post the batch with the next fault; rows are checked whatever it is."""
         rows = as_rows(rows)
+        local = [(region.addr, region.nbytes) for region in self._regions.values()]
+        check_rows(rows, local, [region.nbytes for region in peer.regions])
+        with self._lock:
+            return self._read(peer, rows)
+
+    def _read(self, peer: Peer, rows: Rows) -> ReadId:
+        if self._closed:
+            raise TransportClosedError(f"{self.name} transport is closed")
         fault = self._faults.popleft() if self._faults else Fault.NONE
         if fault is Fault.FAIL_AT_POST or peer.id in self._lost:
             raise PeerLostError(f"peer {peer.id} was lost: injected")
@@ -152,16 +166,18 @@ class FaultTransport:
         del rows
         reason = PeerLostError(f"peer {peer.id} was lost: injected")
         self._lost.add(peer.id)
+        self._end_held(lambda held: held.peer.id == peer.id)
         self._push(ReadFailed(read, peer.id, reason))
         self._push(PeerLost(peer.id, reason))
 
     def poll(self) -> list[Completion]:
         """Return injected outcomes first, then those of the wrapped transport."""
-        done = list(self._ready)
-        self._ready.clear()
-        if done:
-            os.eventfd_read(self._fd)
-        return done + [self._renamed(completion) for completion in self._inner.poll()]
+        with self._lock:
+            done = list(self._ready)
+            self._ready.clear()
+            if done:
+                os.eventfd_read(self._fd)
+            return done + [self._renamed(completion) for completion in self._inner.poll()]
 
     def fileno(self) -> int:
         """Readable while injected or real outcomes wait."""

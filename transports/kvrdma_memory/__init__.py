@@ -151,8 +151,9 @@ class MemoryTransport:
 
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
-            self._cancel([post for post in self._posted if post[1].id == peer.id], f"peer {peer.id} was disconnected")
-            self._remote.pop(peer.id, None)
+            if peer.id in self._remote and self._remote[peer.id][0] is peer:
+                self._cancel([post for post in self._posted if post[1] is peer], f"peer {peer.id} was disconnected")
+                del self._remote[peer.id]
 
     def close(self) -> None:
         with self._lock:
