@@ -46,7 +46,8 @@ class Candidates:
             transport.close()
             near.append(TransportUnavailableError(f"{transport.name} reaches no further than its own process"))
         if not far:
-            refused += near
+            hint = f"use {AUTO} or one that reaches other processes ({', '.join(_reaching_further()) or 'none here'})"
+            refused += [TransportUnavailableError(f"{error}: {hint}") for error in near]
         return Candidates(tuple(far), tuple(refused))
 
     def close(self) -> None:
@@ -87,6 +88,20 @@ def open_candidates(name: str, options: LinkOptions) -> Candidates:
             raise _summary(refused)
         stack.pop_all()
     return Candidates(tuple(sorted(opened, key=_preference)), tuple(refused))
+
+
+def _reaching_further() -> list[str]:
+    """Names of the transports that can be opened here and reach other processes."""
+    found: list[str] = []
+    for name in sorted(installed_transports()):
+        try:
+            transport = open_transport(name)
+        except TransportError:
+            continue
+        if transport.capabilities().reach != "process":
+            found.append(name)
+        transport.close()
+    return found
 
 
 def _preference(transport: Transport) -> tuple[int, bool]:

@@ -21,7 +21,6 @@ M = TypeVar("M")
 
 _FILL_BYTES_PER_S = 50e6
 """Slowest filling of a pool that is not taken for a hang."""
-_CAPPED_CASE_S = 1.5
 _GOODBYE_S = 1.0
 _MIN_ITERS = 3
 
@@ -33,8 +32,8 @@ class LinkOptions:
     device: Device = field(default_factory=Device)
     require_one_sided: bool = False
     iters: int = 7
-    capped: bool = True
-    """Whether a slow case may stop after 1.5 s and 3 iterations."""
+    budget_s: float | None = 10.0
+    """Time of all cases together, fills and checks included: slow ones stop after 3 iterations. None: no limit."""
     control_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
 
@@ -63,6 +62,7 @@ class Link:
         Raises:
             KVRDMAError: the peer cannot open the transport, or the two do not reach each other.
         """
+        self.started = time.perf_counter()
         self.transport = transport
         self.options = options
         self._control = control
@@ -142,19 +142,25 @@ class Link:
         times = self.read(rows_of(case, self.pool.addr))
         return times, find_mismatch(self.pool.host_bytes(), case, generation)
 
-    def run(self, case: Case) -> tuple[CaseReport, Mismatch | None]:
+    def run(self, case: Case, until: float | None = None) -> tuple[CaseReport, Mismatch | None]:
         """Verify, measure, verify again with other bytes.
 
         Reads and copies of the same rows take turns, so that both see the same machine.
+
+        Args:
+            case: what to read.
+            until: when to be done, by ``time.perf_counter``; three iterations are made in any case.
         """
         options, rows = self.options, rows_of(case, self.pool.addr)
+        started = time.perf_counter()
         first, wrong = self.read_and_verify(case)
+        if until is not None:
+            until -= time.perf_counter() - started  # verifying again takes as long
         times = Times([], [], [])
         memcpy = self.pool.memcpy(case)
         memcpy()
-        started = time.perf_counter()
         for done in range(options.iters):
-            if options.capped and done >= _MIN_ITERS and time.perf_counter() - started > _CAPPED_CASE_S:
+            if until is not None and done >= _MIN_ITERS and time.perf_counter() > until:
                 break
             start = time.perf_counter()
             memcpy()
@@ -208,7 +214,7 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         wrong.append(f"first read: {opened.first_mismatch}")
     for index, case in enumerate(cases):
         progress(index, case)
-        case_result, mismatch = link.run(case)
+        case_result, mismatch = link.run(case, _share_of_budget(link, len(cases) - index))
         reports.append(case_result)
         if mismatch:
             wrong.append(f"{case.pattern}, blocks of {case.shape.block_bytes} bytes: {mismatch}")
@@ -224,3 +230,11 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         cases=reports,
     )
     return LinkResult(report, link.peer.via, tuple(wrong), opened.refused)
+
+
+def _share_of_budget(link: Link, cases_left: int) -> float | None:
+    """When the next case has to be done, so that those after it have as much time."""
+    if link.options.budget_s is None:
+        return None
+    now = time.perf_counter()
+    return now + (link.started + link.options.budget_s - now) / cases_left

@@ -23,7 +23,7 @@ from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.transport import Device, Region, Transport, open_transport
 
 MAX_LINKS = 4
-MAX_POOL_NBYTES = 64 << 30
+MAX_POOL_NBYTES = 256 << 30
 IDLE_S = 600.0
 
 

@@ -50,6 +50,33 @@ class LocalControl:
         self.peer.close()
 
 
+class EstablishedControl:
+    """A control connection that has worked: from here on silence means that the peer was lost."""
+
+    def __init__(self, inner: Control) -> None:
+        self._inner = inner
+        self._lost = ""
+
+    def request(self, message: Message, timeout_s: float) -> Message:
+        """Send a message and wait for its answer.
+
+        Raises:
+            PeerLostError: the connection broke or no answer came, now or earlier.
+            KVRDMAError: the peer's own error.
+        """
+        if self._lost:
+            raise PeerLostError(self._lost)
+        try:
+            return self._inner.request(message, timeout_s)
+        except UnreachableError as error:
+            self._lost = f"the peer was lost: {error}"
+            raise PeerLostError(self._lost) from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._inner.close()
+
+
 class SpawnedPeer:
     """A new interpreter that serves one link test, behind a secret of its own.
 
@@ -98,8 +125,7 @@ class SpawnedPeer:
         """Send a message and wait for its answer.
 
         Raises:
-            PeerLostError: it has died; carries its exit code and traceback.
-            UnreachableError: it is stuck.
+            PeerLostError: it is stuck, or has died; then it carries its exit code and traceback.
             KVRDMAError: its own error.
         """
         if self.process.poll() is not None:
@@ -110,7 +136,7 @@ class SpawnedPeer:
             try:
                 self.process.wait(1)
             except subprocess.TimeoutExpired:
-                raise error from None
+                raise PeerLostError(f"the peer process is stuck: {error}") from None
             raise self._ended() from error
         except ControlError as error:
             words = self._last_words()

@@ -4,41 +4,26 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import click
 
-from kvrdma import errors
 from kvrdma.bench.choose import Candidates, connect_first, open_candidates
 from kvrdma.bench.link import LinkResult, measure
 from kvrdma.bench.link_peer import LinkPeer
-from kvrdma.bench.spawned_peer import Control, LocalControl, SpawnedPeer
+from kvrdma.bench.room import check_room
+from kvrdma.bench.spawned_peer import Control, EstablishedControl, LocalControl, SpawnedPeer
+from kvrdma.cli.exits import JsonCommand, JsonGroup, run
 from kvrdma.cli.link_options import Test, read_options, test_options
 from kvrdma.cli.link_report import print_result, progress_of
 from kvrdma.config import Config
-from kvrdma.errors import DataError, KVRDMAError
+from kvrdma.errors import DataError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
 from kvrdma.transport import Device, installed_transports
 from kvrdma.wire import CloseLink
 
 PEER_DEADLINE_S = 3600.0
-EXIT_CODES: tuple[tuple[type[KVRDMAError], int], ...] = (
-    (errors.ConfigError, 2),
-    (errors.TopologyError, 2),
-    (errors.UnreachableError, 3),
-    (errors.AuthenticationError, 4),
-    (errors.ProtocolVersionError, 5),
-    (errors.DataError, 6),
-    (errors.TransportUnavailableError, 7),
-    (errors.NotOneSidedError, 8),
-    (errors.TransportError, 9),
-    (errors.KVRDMAError, 1),
-)
-"""Exit code of an error: that of the first class it belongs to."""
-
 _EPILOG = """\b
 Exit codes:
   0    every byte of every case was verified
@@ -52,28 +37,26 @@ Exit codes:
   8    only emulated reads are possible, and --require-rdma was given
   9    no connection, a failed or late read, or the peer was lost
   130  interrupted
+
+With --json a failure prints one object as well: kvrdma, verified (false), error,
+code and message; bytes that are wrong are in the report itself.
+"""
+_SERVE_EPILOG = """\b
+Exit codes:
+  0    stopped by SIGINT or SIGTERM
+  1    another error
+  2    wrong options or settings
+  3    the name to bind cannot be looked up
 """
 
 
-def exit_code(error: KVRDMAError) -> int:
-    """Give the exit code of an error."""
-    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+def _typed(ctx: click.Context) -> set[str]:
+    """Give the names of the options that are on the command line."""
+    typed = click.core.ParameterSource.COMMANDLINE
+    return {name for name in ctx.params if ctx.get_parameter_source(name) == typed}
 
 
-def _run(work: Callable[[], None]) -> None:
-    """Do the work; turn errors into a message and an exit code."""
-    try:
-        work()
-    except KVRDMAError as error:
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        click.echo(f"link-test: {error}{notes}", err=True)
-        sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        click.echo("link-test: interrupted", err=True)
-        sys.exit(130)
-
-
-@click.group("link-test", invoke_without_command=True, epilog=_EPILOG)
+@click.group("link-test", cls=JsonGroup, invoke_without_command=True, epilog=_EPILOG)
 @test_options
 @click.pass_context
 def link_test(ctx: click.Context, /, **values: Any) -> None:  # noqa: ANN401 - click passes every option by name
@@ -82,31 +65,38 @@ def link_test(ctx: click.Context, /, **values: Any) -> None:  # noqa: ANN401 - c
     Without a subcommand the peer is a new process on this host.
     """
     if ctx.invoked_subcommand is not None:
-        typed = click.core.ParameterSource.COMMANDLINE
-        if any(ctx.get_parameter_source(name) == typed for name in values):
+        if _typed(ctx):
             raise click.UsageError(f"options belong after {ctx.invoked_subcommand!r}, not before it")
         return
-    _run(lambda: _test_here(read_options(values, Config.from_env())))
+    typed = _typed(ctx)
+    run("link-test", lambda: _test_here(read_options(values, Config.from_env(), typed)), as_json=values["as_json"])
 
 
-@link_test.command(epilog=_EPILOG)
+@link_test.command(cls=JsonCommand, epilog=_EPILOG)
 @click.argument("endpoint", metavar="HOST:PORT")
 @test_options
-def connect(endpoint: str, **values: Any) -> None:  # noqa: ANN401
+@click.pass_context
+def connect(ctx: click.Context, /, endpoint: str, **values: Any) -> None:  # noqa: ANN401
     """Test the link to `kvrdma link-test serve` at HOST:PORT."""
 
-    def work() -> None:
+    def work() -> DataError | None:
         config = Config.from_env()
-        test = read_options(values, config)
+        test = read_options(values, config, _typed(ctx))
+        if test.options.device.kind == "cpu":
+            check_room(test.cases, peer_here=False)
         with SideChannelClient(Endpoint.parse(endpoint), config.secret) as client:
-            client.request(CloseLink(0), config.control_timeout_s)  # is anybody there, and one of ours?
+            try:
+                client.request(CloseLink(0), config.control_timeout_s)  # is anybody there, and one of ours?
+            except UnreachableError as error:
+                error.add_note("is `kvrdma link-test serve` running there?")
+                raise
             candidates = open_candidates(test.transport, test.options)
-            _test(candidates.beyond_process(), client, test)
+            return _test(candidates.beyond_process(), EstablishedControl(client), test)
 
-    _run(work)
+    run("link-test", work, as_json=values["as_json"])
 
 
-@link_test.command(epilog=_EPILOG)
+@link_test.command(epilog=_SERVE_EPILOG)
 @click.option("--bind", default="127.0.0.1:7471", show_default=True, metavar="HOST:PORT", help="Where.")
 @click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Memory to be read.")
 @click.option("--insecure", is_flag=True, help="Listen beyond loopback without KVRDMA_SECRET.")
@@ -115,14 +105,14 @@ def serve(bind: str, device: str, *, insecure: bool) -> None:
     stops = {signal.SIGTERM, signal.SIGINT}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, stops)  # before any thread: none of them takes the signal
     try:
-        _run(lambda: _serve(Endpoint.parse(bind), LinkPeer(Device.parse(device)), stops, insecure=insecure))
+        run("link-test", lambda: _serve(bind, device, stops, insecure=insecure), as_json=False)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(bind: Endpoint, peer: LinkPeer, stops: set[signal.Signals], *, insecure: bool) -> None:
-    config = Config.from_env()
-    server = SideChannelServer(bind, peer.handle, config.secret, insecure=insecure)
+def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool) -> None:
+    config, peer = Config.from_env(), LinkPeer(Device.parse(device))
+    server = SideChannelServer(Endpoint.parse(bind), peer.handle, config.secret, insecure=insecure)
     how = "encrypted, KVRDMA_SECRET needed" if config.secret else "no secret, not encrypted"
     names = ", ".join(sorted(installed_transports()))
     click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
@@ -134,7 +124,9 @@ def _serve(bind: Endpoint, peer: LinkPeer, stops: set[signal.Signals], *, insecu
         peer.close()
 
 
-def _test_here(test: Test) -> None:
+def _test_here(test: Test) -> DataError | None:
+    if test.options.device.kind == "cpu":
+        check_room(test.cases, peer_here=True)
     candidates = open_candidates(test.transport, test.options)
     control: Control
     with ExitStack() as stack:
@@ -145,25 +137,27 @@ def _test_here(test: Test) -> None:
             candidates = candidates.beyond_process()
             control = SpawnedPeer(test.options.device, PEER_DEADLINE_S)
         stack.callback(control.close)
-        _test(candidates, control, test)
+        return _test(candidates, control, test)
 
 
-def _test(candidates: Candidates, control: Control, test: Test) -> None:
+def _test(candidates: Candidates, control: Control, test: Test) -> DataError | None:
     opened = connect_first(candidates, control, test.cases, test.options)
     try:
         with progress_of(test.cases, as_json=test.as_json) as progress:
             result = measure(opened, test.cases, progress)
     finally:
         opened.link.close()
-    _show(result, test)
+    return _show(result, test)
 
 
-def _show(result: LinkResult, test: Test) -> None:
+def _show(result: LinkResult, test: Test) -> DataError | None:
+    """Print the report; gives what is wrong with the bytes."""
     for error in result.refused:
         click.echo(f"not used: {error}", err=True)
     if test.as_json:
         click.echo(json.dumps(result.report.to_builtins()))
     else:
         print_result(result, test.request)
-    if result.mismatches:
-        raise DataError("\n".join(["bytes arrived that are not the peer's:", *result.mismatches]))
+    if not result.mismatches:
+        return None
+    return DataError("\n".join(["bytes arrived that are not the peer's:", *result.mismatches]))

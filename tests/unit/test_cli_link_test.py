@@ -11,35 +11,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from kvrdma import errors, wire
-from kvrdma.bench.patterns import Shape
+from kvrdma import __version__, errors, wire
 from kvrdma.cli import main
-from kvrdma.cli.link_options import Size, read_options
-from kvrdma.cli.link_report import size_text
-from kvrdma.cli.link_test import EXIT_CODES, exit_code, link_test
-from kvrdma.config import Config
-from kvrdma.errors import ConfigError, KVRDMAError
+from kvrdma.cli.exits import EXIT_CODES, exit_code
+from kvrdma.errors import KVRDMAError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.transport import installed_transports
+from tests.helpers.link_cli import SMALL, command, failure, run
 
-SMALL = ("--nbytes", "64K", "--block", "4K,8K", "--iters", "3")
 SECRET = "correct horse battery staple"
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "kvrdma", "link-test", *arguments]
-
-
-def run(
-    *arguments: str, environ: Mapping[str, str] | None = None, timeout_s: float = 120
-) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith("KVRDMA_")} | dict(environ or {})
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
 
 
 @contextmanager
@@ -119,90 +103,6 @@ def test_a_model_answers_how_long_a_request_takes() -> None:
     assert re.search(expected, done.stdout)
 
 
-def values(**changes: Any) -> dict[str, Any]:  # noqa: ANN401
-    context = link_test.make_context("link-test", [])
-    return dict(context.params) | changes
-
-
-def test_defaults_are_the_documented_ones() -> None:
-    test = read_options(values(), Config())
-    assert test.transport == "auto"
-    assert [(case.pattern, case.shape.block_bytes) for case in test.cases] == [
-        (pattern, block)
-        for pattern in ("contig", "fragmented", "remote_contig")
-        for block in (4 << 10, 32 << 10, 1 << 20)
-    ]
-    assert all(case.shape.nbytes == 64 << 20 for case in test.cases)
-    assert (test.options.iters, test.options.capped, test.options.require_one_sided) == (7, True, False)
-
-
-def test_an_explicit_shape_and_a_changed_model() -> None:
-    mine = read_options(values(layers=2, kv_heads=4, head_dim=64, dtype="fp8", tokens=33, tp=2), Config())
-    assert [case.shape for case in mine.cases] == [Shape(2, 3, 16 * 2 * 2 * 64)]
-    assert mine.cases[0].pattern == "fragmented"
-    halved = read_options(values(model="llama-3.1-8b", dtype="fp8"), Config())
-    assert halved.cases[0].shape == Shape(32, 512, 32768)
-    latent = read_options(values(model="deepseek-v3", tp=8, pattern=["contig"]), Config())
-    assert latent.cases[0].shape == Shape(61, 512, 18432)
-    assert latent.request == "deepseek-v3, tp 8: 8192 tokens"
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"layers": 2}, "also needs --kv-heads --head-dim"),
-        ({"model": "gpt-2"}, "'gpt-2' is not in the table"),
-        ({"block": [128 << 20]}, "--block 134217728 is larger than --nbytes"),
-        ({"block": [100]}, "multiple of 8"),
-        ({"device": "tpu"}, "device 'tpu' is unknown"),
-    ],
-)
-def test_contradictions_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        read_options(values(**changes), Config())
-
-
-@pytest.mark.parametrize(
-    ("text", "nbytes"), [("4096", 4096), ("4k", 4096), ("4KiB", 4096), ("1 M", 1 << 20), ("2GB", 2 << 30)]
-)
-def test_sizes_are_read(text: str, nbytes: int) -> None:
-    assert Size().convert(text, None, None) == nbytes
-
-
-def test_sizes_are_written() -> None:
-    assert [size_text(n) for n in (8, 4096, 6144, 1 << 20, 3 << 30)] == ["8 B", "4 KiB", "6 KiB", "1 MiB", "3 GiB"]
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--nbytes", "many"),
-        ("--nbytes", "0"),
-        ("--block", "4K,,8K"),
-        ("--pattern", "zigzag"),
-        ("--transport", "pigeon"),
-        ("--iters", "0"),
-        ("--json", "connect", "127.0.0.1:1"),
-        ("connect",),
-        ("connect", "127.0.0.1"),
-        ("--block", "12"),
-        ("--model", "gpt-2"),
-        ("--tp", "3", "--model", "llama-3.1-8b"),
-        ("serve", "--bind", "0.0.0.0:0"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_usage_is_2_and_prints_nothing_on_stdout(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("KVRDMA_SECRET", raising=False)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    done = CliRunner().invoke(main, ["link-test", *arguments])
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert done.stderr
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-
-
 def test_a_short_secret_is_refused_without_showing_it() -> None:
     done = run("serve", environ={"KVRDMA_SECRET": "hunter2"})
     assert done.returncode == 2
@@ -242,6 +142,12 @@ def test_nobody_there_is_3() -> None:
     done = run("connect", "127.0.0.1:1", environ={"KVRDMA_CONTROL_TIMEOUT_S": "0.3"})
     assert (done.returncode, done.stdout) == (3, "")
     assert "nobody listens at 127.0.0.1:1" in done.stderr
+    assert "is `kvrdma link-test serve` running there?" in done.stderr
+    told = run("connect", "127.0.0.1:1", "--json", environ={"KVRDMA_CONTROL_TIMEOUT_S": "0.3"})
+    assert told.returncode == 3
+    object_ = failure(told.stdout)
+    assert (object_["kvrdma"], object_["error"], object_["code"]) == (__version__, "UnreachableError", 3)
+    assert told.stderr == f"link-test: {object_['message']}\n"
 
 
 @pytest.mark.needs("cma")
@@ -257,7 +163,8 @@ def test_two_sides_with_one_secret_and_with_another() -> None:
             assert "KVRDMA_SECRET" in bad.stderr
         near = run("connect", endpoint, "--transport", "memory", environ=ours)
         assert near.returncode == 7
-        assert "memory reaches no further than its own process" in near.stderr
+        assert "memory reaches no further than its own process: use auto or one that reaches other" in near.stderr
+        assert "(cma" in near.stderr
         again = run("connect", endpoint, "--json", *SMALL, environ=ours)
         assert json.loads(again.stdout)["verified"] is True
 
@@ -322,7 +229,7 @@ def test_emulated_reads_are_reported_and_can_be_ruled_out() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", report["ucx"]["version"])
     assert "libucp" in report["ucx"]["library"]
     strict = run("--transport", "ucx", "--json", "--require-rdma", *SMALL, environ={"UCX_TLS": "tcp"})
-    assert (strict.returncode, strict.stdout) == (8, "")
+    assert (strict.returncode, failure(strict.stdout)["error"]) == (8, "NotOneSidedError")
 
 
 def children(pid: int) -> list[int]:
