@@ -44,6 +44,8 @@ class _Letter:
 class _Box:
     socket: zmq.Socket[bytes]
     used_s: float
+    dead: bool = False
+    """Its socket takes nothing: a connection that failed by its protocol is not made again by ZMQ."""
     letters: dict[int, _Letter] = field(default_factory=dict)
 
 
@@ -131,6 +133,9 @@ class Outbox:
 
     def _repeat_and_drop(self, now_s: float) -> None:
         for endpoint, box in list(self._boxes.items()):
+            if box.dead:
+                self._reopen(endpoint, box)
+                continue
             for letter in list(box.letters.values()):
                 if letter.until_s <= now_s:
                     del box.letters[letter.number]
@@ -148,7 +153,18 @@ class Outbox:
         try:
             box.socket.send_multipart([_REQUEST_ID.pack(letter.number), letter.frame], zmq.DONTWAIT)
         except zmq.Again:
-            _log.debug("mailbox queue full; the message is repeated")
+            box.dead = True  # until it is opened anew, a second later
+
+    def _reopen(self, endpoint: Endpoint, box: _Box) -> None:
+        if any(letter.sent_s + _REPEAT_S > self._clock() for letter in box.letters.values()):
+            return
+        box.socket.close(0)
+        del self._boxes[endpoint]
+        new = self._open(endpoint)
+        if new is None:
+            self.lost += len(box.letters)
+        else:
+            new.letters = box.letters
 
     def _open(self, endpoint: Endpoint) -> _Box | None:
         socket = self._context.socket(zmq.DEALER)

@@ -122,6 +122,13 @@ def test_a_peer_killed_amid_reads_and_close_within_five_seconds(transport: str) 
 # Strange peers
 
 
+SAYS = {
+    "garbage": os.urandom(4096),
+    "strange greeting": b"\xff\0\0\0\0\0\0\0\1\x7f\3\0" + b"STRANGE".ljust(52, b"\0"),
+    "half a frame": b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL",
+}
+
+
 @contextmanager
 def listening(kind: str) -> Iterator[int]:
     """A TCP port that accepts and then behaves badly."""
@@ -134,13 +141,8 @@ def listening(kind: str) -> Iterator[int]:
                 try:
                     connection, _ = server.accept()
                     kept.append(connection)
-                    if kind == "garbage":
-                        connection.sendall(os.urandom(4096))
-                    elif kind == "half a frame":
-                        connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL")
-                    elif kind == "strange greeting":
-                        connection.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0" + b"STRANGE".ljust(52, b"\0"))
-                    elif kind == "closes":
+                    connection.sendall(SAYS.get(kind, b""))
+                    if kind == "closes":
                         connection.close()
                 except OSError:
                     if server.fileno() < 0:
@@ -212,13 +214,13 @@ def test_healthy_pulls_beside_black_holes_are_not_slowed() -> None:
 
 @each_transport
 def test_chaos(transport: str) -> None:
-    seen = chaos.run(transport, rounds=3, seed=5)
+    seen = chaos.run(transport, rounds=2, seed=5)
     assert isinstance(seen["PullDone"], int)
     assert seen["PullDone"] > 5
 
 
 def test_soak() -> None:
-    grown = soak.run("memory", pulls=1500)
+    grown = soak.run("memory", pulls=1000)
     assert grown["wrong_rows"] == 0
     assert grown["fds_grown"] == 0
     assert grown["threads_grown"] == 0
@@ -228,8 +230,8 @@ def test_soak() -> None:
 
 @pytest.mark.needs("cma")
 def test_late_readers_of_blocks_that_are_reused_at_once() -> None:
-    seen = soak.stress("cma", pulls=600, seed=1)
+    seen = soak.stress("cma", pulls=300, seed=1)
     assert seen["wrong_rows"] == 0
-    assert seen["done"] > 50
-    assert seen["LeaseRevokedError"] > 50
+    assert seen["done"] > 20
+    assert seen["LeaseRevokedError"] > 20
     assert seen["other"] == 0
