@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrdma import __version__, wire
-from kvrdma.bench.patterns import Case, Mismatch, find_mismatch, rows_of
+from kvrdma.bench.patterns import Case, Mismatch, Words, find_late, find_mismatch, rows_of
 from kvrdma.bench.pool import Pool, allocate
 from kvrdma.bench.report import CaseReport, LinkReport, Times, case_report
 from kvrdma.bench.spawned_peer import Control
@@ -21,6 +21,7 @@ M = TypeVar("M")
 
 _FILL_BYTES_PER_S = 50e6
 """Slowest filling of a pool that is not taken for a hang."""
+_CAPPED_CASE_S = 1.5
 _GOODBYE_S = 1.0
 _MIN_ITERS = 3
 
@@ -32,8 +33,8 @@ class LinkOptions:
     device: Device = field(default_factory=Device)
     require_one_sided: bool = False
     iters: int = 7
-    budget_s: float | None = 10.0
-    """Time of all cases together, fills and checks included: slow ones stop after 3 iterations. None: no limit."""
+    capped: bool = True
+    """Whether a slow case may stop after 1.5 s and 3 iterations."""
     control_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
 
@@ -62,7 +63,6 @@ class Link:
         Raises:
             KVRDMAError: the peer cannot open the transport, or the two do not reach each other.
         """
-        self.started = time.perf_counter()
         self.transport = transport
         self.options = options
         self._control = control
@@ -109,8 +109,12 @@ class Link:
         self.pool.poison()
         return self._generation
 
-    def read(self, rows: Rows) -> ReadTimes:
+    def read(self, rows: Rows, at_end: Callable[[], None] = lambda: None) -> ReadTimes:
         """Read the rows and wait for their end.
+
+        Args:
+            rows: what to read.
+            at_end: called at once when the read is reported done, ahead of anything else; its time is not counted.
 
         Raises:
             ReadTimeoutError: no end within the deadline; close the transport before the pool is used again.
@@ -124,6 +128,7 @@ class Link:
             for done in self.transport.poll():
                 ended = time.perf_counter()
                 if isinstance(done, ReadDone) and done.read == read:
+                    at_end()
                     return ReadTimes(posted - start, ended - start, done.rows_posted)
                 if isinstance(done, PeerLost) or (isinstance(done, ReadFailed) and done.read == read):
                     raise done.reason
@@ -138,38 +143,43 @@ class Link:
 
     def read_and_verify(self, case: Case) -> tuple[ReadTimes, Mismatch | None]:
         """Read fresh bytes once and compare the whole pool with what must be in it."""
+        return self._verified(case, rows_of(case, self.pool.addr), self.pool.ends(case))
+
+    def _verified(
+        self, case: Case, rows: Rows, look: Callable[[], Words], before: Callable[[], None] = lambda: None
+    ) -> tuple[ReadTimes, Mismatch | None]:
+        """Refresh, call ``before``, read, look at the ends of the rows at once, compare everything."""
         generation = self.refresh()
-        times = self.read(rows_of(case, self.pool.addr))
-        return times, find_mismatch(self.pool.host_bytes(), case, generation)
+        before()
+        seen: list[Words] = []
+        times = self.read(rows, lambda: seen.append(look()))
+        wrong = find_mismatch(self.pool.host_bytes(), case, generation)
+        return times, wrong or find_late(seen[0], case, generation)
 
-    def run(self, case: Case, until: float | None = None) -> tuple[CaseReport, Mismatch | None]:
-        """Verify, measure, verify again with other bytes.
+    def run(self, case: Case) -> tuple[CaseReport, Mismatch | None]:
+        """Read and verify a first time, then measure; every measured read brings fresh bytes and is verified as well.
 
-        Reads and copies of the same rows take turns, so that both see the same machine.
-
-        Args:
-            case: what to read.
-            until: when to be done, by ``time.perf_counter``; three iterations are made in any case.
+        Reads and copies of the same rows take turns, so that both see the same machine. Filling, looking and
+        comparing are outside the clock.
         """
-        options, rows = self.options, rows_of(case, self.pool.addr)
-        started = time.perf_counter()
-        first, wrong = self.read_and_verify(case)
-        if until is not None:
-            until -= time.perf_counter() - started  # verifying again takes as long
+        rows, look, memcpy = rows_of(case, self.pool.addr), self.pool.ends(case), self.pool.memcpy(case)
+        first, wrong = self._verified(case, rows, look)
         times = Times([], [], [])
-        memcpy = self.pool.memcpy(case)
         memcpy()
-        for done in range(options.iters):
-            if until is not None and done >= _MIN_ITERS and time.perf_counter() > until:
-                break
+
+        def copy() -> None:
             start = time.perf_counter()
             memcpy()
             times.memcpy_s.append(time.perf_counter() - start)
-            measured = self.read(rows)
+
+        started = time.perf_counter()
+        for done in range(self.options.iters):
+            if self.options.capped and done >= _MIN_ITERS and time.perf_counter() - started > _CAPPED_CASE_S:
+                break
+            measured, mismatch = self._verified(case, rows, look, before=copy)
+            wrong = wrong or mismatch
             times.blocking_s.append(measured.blocking_s)
             times.total_s.append(measured.total_s)
-        if wrong is None:
-            _, wrong = self.read_and_verify(case)
         return case_report(case, times, first.rows_posted, verified=wrong is None), wrong
 
     def ucx(self) -> dict[str, str] | None:
@@ -214,7 +224,7 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         wrong.append(f"first read: {opened.first_mismatch}")
     for index, case in enumerate(cases):
         progress(index, case)
-        case_result, mismatch = link.run(case, _share_of_budget(link, len(cases) - index))
+        case_result, mismatch = link.run(case)
         reports.append(case_result)
         if mismatch:
             wrong.append(f"{case.pattern}, blocks of {case.shape.block_bytes} bytes: {mismatch}")
@@ -230,11 +240,3 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         cases=reports,
     )
     return LinkResult(report, link.peer.via, tuple(wrong), opened.refused)
-
-
-def _share_of_budget(link: Link, cases_left: int) -> float | None:
-    """When the next case has to be done, so that those after it have as much time."""
-    if link.options.budget_s is None:
-        return None
-    now = time.perf_counter()
-    return now + (link.started + link.options.budget_s - now) / cases_left

@@ -22,6 +22,7 @@ from kvrdma.errors import ConfigError
 from kvrdma.rows import Rows
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+Words: TypeAlias = npt.NDArray[np.uint64]
 Ids: TypeAlias = npt.NDArray[np.int64]
 
 PATTERNS = ("contig", "fragmented", "remote_contig")
@@ -32,8 +33,7 @@ POOL_RATIO = 2
 _POISON_WORD = np.uint64(0xA5A5A5A5A5A5A5A5)
 _ODD = 0x9E3779B97F4A7C15
 _ODD_INVERSE = pow(_ODD, -1, 1 << 64)
-_CHUNK_BYTES = 512 << 10
-"""What fits into a core's cache with its expectation beside it."""
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,13 @@ class Mismatch:
     remote_offset: int | None
     expected: int
     found: int
+    late: bool = False
+    """Whether it was wrong when the read was reported done, and right a moment later."""
 
     def __str__(self) -> str:
         what = f"row {self.row}" if self.row is not None else "memory outside every row"
+        if self.late:
+            what = f"the read was reported done before all bytes were there: {what}"
         source = f" (remote byte {self.remote_offset})" if self.remote_offset is not None else ""
         return (
             f"{what} is wrong at local byte {self.local_offset}{source}: "
@@ -138,13 +142,11 @@ def rows_of(case: Case, local_addr: int, region: int = 0) -> Rows:
 
 def tags(generation: int, first_word: int, count: int) -> npt.NDArray[np.uint64]:
     """Compute the words ``[first_word, first_word + count)`` of a pool of this generation (1 to 65535)."""
-    words = np.arange(first_word, first_word + count, dtype=np.uint64)
+    return _tags_at(generation, np.arange(first_word, first_word + count, dtype=np.uint64))
+
+
+def _tags_at(generation: int, words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (words | np.uint64(generation << 48)) * np.uint64(_ODD)
-
-
-def _step(words: int) -> np.uint64:
-    """What tags grow by from a word to that many words further: they are linear below word 2**48."""
-    return np.uint64(words * _ODD % (1 << 64))
 
 
 def describe_word(word: int) -> str:
@@ -162,17 +164,16 @@ def fill(pool: Bytes, generation: int) -> None:
     """Write this generation's tags over a producer's pool (a multiple of 8 bytes)."""
     words = pool.view(np.uint64)
     step = _CHUNK_BYTES // 8
-    first = tags(generation, 0, min(step, len(words)))
     for start in range(0, len(words), step):
         part = words[start : start + step]
-        np.add(first[: len(part)], _step(start), out=part)
+        part[:] = tags(generation, start, len(part))
 
 
 def find_mismatch(pool: Bytes, case: Case, generation: int) -> Mismatch | None:
     """Compare a whole consumer's pool with what a read of ``case`` must have left in it.
 
     Args:
-        pool: all bytes of the pool, poisoned before the read.
+        pool: all bytes of the pool, poisoned before the read; it may be larger than the case needs.
         case: what was read.
         generation: of the producer's pool during the read.
 
@@ -187,7 +188,29 @@ def find_mismatch(pool: Bytes, case: Case, generation: int) -> Mismatch | None:
     found = _wrong_row(words, local_rows, remote_rows, generation)
     untouched = np.ones(len(words), np.bool_)
     untouched[local_rows] = False
-    return found or _wrong_outside(words, np.flatnonzero(untouched))
+    return found or _wrong_outside(words, np.flatnonzero(untouched)) or _wrong_beyond(pool, shape.pool_nbytes)
+
+
+def end_words(case: Case) -> tuple[Ids, Ids]:
+    """Give the positions of each row's last and first word in the local and in the remote pool, last rows first."""
+    shape = case.shape
+    width = shape.block_bytes // 8
+    starts = (np.arange(shape.layers) * shape.pool_blocks)[:, None]
+    ends = np.array([width - 1, 0])
+    local, remote = (((starts + ids).ravel()[::-1, None] * width + ends).ravel() for ids in block_ids(case))
+    return local, remote
+
+
+def find_late(seen: npt.NDArray[np.uint64], case: Case, generation: int) -> Mismatch | None:
+    """Compare what was in the local ``end_words`` when a read was reported done with what must be in them."""
+    local, remote = end_words(case)
+    expected = (remote.astype(np.uint64) | np.uint64(generation << 48)) * np.uint64(_ODD)
+    wrong = np.flatnonzero(expected != seen)
+    if not len(wrong):
+        return None
+    at = int(wrong[0])
+    row = case.shape.rows - 1 - at // 2
+    return Mismatch(row, 8 * int(local[at]), 8 * int(remote[at]), int(expected[at]), int(seen[at]), late=True)
 
 
 def _chunks(count: int, words_each: int) -> Iterator[slice]:
@@ -197,10 +220,9 @@ def _chunks(count: int, words_each: int) -> Iterator[slice]:
 
 def _wrong_row(words: npt.NDArray[np.uint64], local: Ids, remote: Ids, generation: int) -> Mismatch | None:
     width = words.shape[1]
-    first = tags(generation, 0, width)
-    begins = remote.astype(np.uint64) * _step(width)
     for part in _chunks(len(local), width):
-        expected, found = begins[part, None] + first, words[local[part]]
+        places = (remote[part, None] * width + np.arange(width)).astype(np.uint64)
+        expected, found = _tags_at(generation, places), words[local[part]]
         if np.array_equal(expected, found):
             continue
         row, word = (int(i) for i in np.argwhere(expected != found)[0])
@@ -224,4 +246,16 @@ def _wrong_outside(words: npt.NDArray[np.uint64], blocks: Ids) -> Mismatch | Non
         row, word = (int(i) for i in np.argwhere(found != _POISON_WORD)[0])
         offset = 8 * (int(blocks[part.start + row]) * width + word)
         return Mismatch(None, offset, None, int(_POISON_WORD), int(found[row, word]))
+    return None
+
+
+def _wrong_beyond(pool: Bytes, start: int) -> Mismatch | None:
+    """Look for changes behind the part of the pool that the case uses."""
+    step = _CHUNK_BYTES
+    for begin in range(start, len(pool), step):
+        part = pool[begin : begin + step].view(np.uint64)
+        if (part == _POISON_WORD).all():
+            continue
+        word = int(np.flatnonzero(part != _POISON_WORD)[0])
+        return Mismatch(None, begin + 8 * word, None, int(_POISON_WORD), int(part[word]))
     return None

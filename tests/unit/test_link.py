@@ -21,7 +21,7 @@ from kvrdma.bench import choose
 from kvrdma.bench.choose import Candidates, connect_first, open_candidates
 from kvrdma.bench.link import Link, LinkOptions, LinkResult, measure
 from kvrdma.bench.link_peer import MAX_LINKS, LinkPeer
-from kvrdma.bench.patterns import Case, Shape
+from kvrdma.bench.patterns import Bytes, Case, Shape
 from kvrdma.bench.pool import HostPool, allocate
 from kvrdma.bench.report import Times, case_report
 from kvrdma.bench.spawned_peer import LocalControl, SpawnedPeer
@@ -39,7 +39,7 @@ from kvrdma.errors import (
 )
 from kvrdma.rows import Rows
 from kvrdma.testing import Fault, FaultTransport
-from kvrdma.transport import Capabilities, Completion, Device, Peer, ReadId, Region, Transport
+from kvrdma.transport import Capabilities, Completion, Device, Peer, ReadDone, ReadId, Region, Transport, wait
 from kvrdma_memory import MemoryTransport
 
 SHAPE = Shape(layers=2, blocks=8, block_bytes=64)
@@ -90,11 +90,11 @@ def test_a_report_is_arithmetic() -> None:
 
 
 class Corrupting(MemoryTransport):
-    """Damages one byte of our own pool after the chosen read."""
+    """Damages one byte of our own pool after the chosen reads."""
 
-    def __init__(self, victim: int, offset: int) -> None:
+    def __init__(self, *victims: int, offset: int) -> None:
         super().__init__()
-        self._victim, self._offset, self._reads = victim, offset, 0
+        self._victims, self._offset, self._reads = victims, offset, 0
 
     def register(self, addr: int, nbytes: int, device: Device) -> Region:
         self._pool = (addr, nbytes)
@@ -103,7 +103,7 @@ class Corrupting(MemoryTransport):
     def poll(self) -> list[Completion]:
         done = super().poll()
         self._reads += len(done)
-        if done and self._reads == self._victim:
+        if done and self._reads in self._victims:
             byte = ctypes.c_ubyte.from_address(self._pool[0] + self._offset)
             byte.value ^= 0xFF
         return done
@@ -111,7 +111,7 @@ class Corrupting(MemoryTransport):
 
 def test_a_wrong_byte_in_a_row_is_reported_with_its_place() -> None:
     # Reads 1 and 2 are the first of all and the first of "contig"; both are verified. Block 0 holds bytes 0-63.
-    result = run(Corrupting(victim=2, offset=9))
+    result = run(Corrupting(2, offset=9))
     assert not result.report.verified
     assert [case.verified for case in result.report.cases] == [False, True, True]
     assert len(result.mismatches) == 1
@@ -119,14 +119,63 @@ def test_a_wrong_byte_in_a_row_is_reported_with_its_place() -> None:
 
 
 def test_a_wrong_byte_around_the_rows_is_reported() -> None:
-    result = run(Corrupting(victim=1, offset=8 * 64))  # the first block after layer 0's eight
+    result = run(Corrupting(1, offset=8 * 64))  # the first block after layer 0's eight
     assert result.mismatches[0].startswith("first read: memory outside every row is wrong at local byte 512")
 
 
-def test_damage_after_the_first_verification_is_found_by_the_last() -> None:
-    # 1: first of all; 2: verified; 3-5: measured; 6: verified again, with other bytes.
-    result = run(Corrupting(victim=6, offset=0))
+@pytest.mark.parametrize("victims", [(3,), (4,), (5,), (3, 4, 5)], ids=str)
+def test_a_wrong_byte_in_any_measured_read_is_reported(victims: tuple[int, ...]) -> None:
+    # 1: first of all; 2: first of "contig"; 3-5: measured.
+    result = run(Corrupting(*victims, offset=0))
     assert [case.verified for case in result.report.cases] == [False, True, True]
+    assert len(result.mismatches) == 1
+
+
+def test_a_wrong_byte_beyond_a_smaller_case_s_part_of_the_pool_is_reported() -> None:
+    small = Case("contig", Shape(layers=1, blocks=4, block_bytes=64))
+    cases = (CASES[0], small)
+    # 1-5: the first of all and the larger case; 6-9: the smaller one.
+    transport = Corrupting(8, offset=SHAPE.pool_nbytes - 1)
+    with local_peer() as control:
+        opened = connect_first(Candidates((transport,), ()), control, cases, OPTIONS)
+        result = measure(opened, cases, lambda *_: None)
+        opened.link.close()
+    assert [case.verified for case in result.report.cases] == [True, False]
+    assert "memory outside every row is wrong at local byte 2040" in result.mismatches[0]
+
+
+class Hasty(MemoryTransport):
+    """Reports the end before the first or the last row has arrived; that one comes when its consumer is busy."""
+
+    def __init__(self, missing: int) -> None:
+        super().__init__()
+        self._missing = missing
+        self._owed: tuple[Peer, Rows] | None = None
+
+    def read(self, peer: Peer, rows: Rows) -> ReadId:
+        self._owed = peer, rows[self._missing :][:1].copy()
+        return super().read(peer, np.delete(rows, self._missing, axis=0))
+
+    def arrive(self) -> None:
+        if self._owed is not None:
+            owed, self._owed = super().read(*self._owed), None
+            while not any(isinstance(done, ReadDone) and done.read == owed for done in self.poll()):
+                wait([self], 10)
+
+
+@pytest.mark.parametrize("missing", [0, -1], ids=["first row", "last row"])
+def test_bytes_that_come_after_the_report_of_the_end_are_missed(missing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport, content = Hasty(missing), HostPool.host_bytes
+
+    def late(pool: HostPool) -> Bytes:
+        transport.arrive()
+        return content(pool)
+
+    monkeypatch.setattr(HostPool, "host_bytes", late)
+    result = run(transport)
+    assert [case.verified for case in result.report.cases] == [False, False, False]
+    assert "the read was reported done before all bytes were there: row " in result.mismatches[0]
+    assert "(poison: nothing was written)" in result.mismatches[0]
 
 
 class Lazy(MemoryTransport):

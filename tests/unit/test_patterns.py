@@ -16,7 +16,9 @@ from kvrdma.bench.patterns import (
     Shape,
     block_ids,
     describe_word,
+    end_words,
     fill,
+    find_late,
     find_mismatch,
     rows_of,
     tags,
@@ -157,6 +159,33 @@ def test_a_write_outside_every_row_is_found() -> None:
     assert found is not None
     assert (found.row, found.local_offset) == (None, 1024)
     assert "memory outside every row is wrong at local byte 1024" in str(found)
+
+
+@pytest.mark.parametrize("place", [0, 8, (512 << 10) + 9, (1 << 20) - 1])
+def test_a_write_beyond_the_case_s_part_of_the_pool_is_found(place: int) -> None:
+    case = Case("contig", SHAPE)
+    local = np.concatenate([pools(case)[1], np.full(1 << 20, POISON, np.uint8)])
+    assert find_mismatch(local, case, 7) is None
+    local[SHAPE.pool_nbytes + place] = 0
+    found = find_mismatch(local, case, 7)
+    assert found is not None
+    assert (found.row, found.local_offset) == (None, SHAPE.pool_nbytes + place // 8 * 8)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_the_ends_of_every_row_are_looked_at_last_rows_first(pattern: str) -> None:
+    case = Case(pattern, SHAPE)
+    rows = rows_of(case, 0).astype(np.int64)
+    for ends, column in zip(end_words(case), (0, 2), strict=True):
+        assert ends.tolist() == [word for start in rows[::-1, column] // 8 for word in (start + 7, start)]
+    seen = pools(case)[1].view(np.uint64)[end_words(case)[0]]
+    assert find_late(seen, case, 7) is None
+    seen[[3, 95]] = 0
+    found = find_late(seen, case, 7)
+    assert found is not None
+    assert (found.row, found.local_offset, found.remote_offset) == (46, rows[46, 0], rows[46, 2])
+    assert found.expected == tags(7, int(rows[46, 2]) // 8, 1)[0]
+    assert "done before all bytes were there: row 46" in str(found)
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 8), (1, 0, 8), (1, 1, 0), (1, 1, 12)])
