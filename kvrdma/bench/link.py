@@ -21,7 +21,6 @@ M = TypeVar("M")
 
 _FILL_BYTES_PER_S = 50e6
 """Slowest filling of a pool that is not taken for a hang."""
-_CAPPED_CASE_S = 1.5
 _GOODBYE_S = 1.0
 _MIN_ITERS = 3
 
@@ -33,8 +32,8 @@ class LinkOptions:
     device: Device = field(default_factory=Device)
     require_one_sided: bool = False
     iters: int = 7
-    capped: bool = True
-    """Whether a slow case may stop after 1.5 s and 3 iterations."""
+    budget_s: float | None = 10.0
+    """Time of all cases together, fills and checks included: slow ones stop after 3 iterations. None: no limit."""
     control_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
 
@@ -63,6 +62,7 @@ class Link:
         Raises:
             KVRDMAError: the peer cannot open the transport, or the two do not reach each other.
         """
+        self.started = time.perf_counter()
         self.transport = transport
         self.options = options
         self._control = control
@@ -156,11 +156,15 @@ class Link:
         wrong = find_mismatch(self.pool.host_bytes(), case, generation)
         return times, wrong or find_late(seen[0], case, generation)
 
-    def run(self, case: Case) -> tuple[CaseReport, Mismatch | None]:
+    def run(self, case: Case, until: float | None = None) -> tuple[CaseReport, Mismatch | None]:
         """Read and verify a first time, then measure; every measured read brings fresh bytes and is verified as well.
 
         Reads and copies of the same rows take turns, so that both see the same machine. Filling, looking and
         comparing are outside the clock.
+
+        Args:
+            case: what to read.
+            until: when to be done, by ``time.perf_counter``; three iterations are made in any case.
         """
         rows, look, memcpy = rows_of(case, self.pool.addr), self.pool.ends(case), self.pool.memcpy(case)
         first, wrong = self._verified(case, rows, look)
@@ -172,14 +176,16 @@ class Link:
             memcpy()
             times.memcpy_s.append(time.perf_counter() - start)
 
-        started = time.perf_counter()
+        took_s = 0.0
         for done in range(self.options.iters):
-            if self.options.capped and done >= _MIN_ITERS and time.perf_counter() - started > _CAPPED_CASE_S:
+            started = time.perf_counter()
+            if until is not None and done >= _MIN_ITERS and started + took_s > until:
                 break
             measured, mismatch = self._verified(case, rows, look, before=copy)
             wrong = wrong or mismatch
             times.blocking_s.append(measured.blocking_s)
             times.total_s.append(measured.total_s)
+            took_s = time.perf_counter() - started
         return case_report(case, times, first.rows_posted, verified=wrong is None), wrong
 
     def ucx(self) -> dict[str, str] | None:
@@ -224,7 +230,7 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         wrong.append(f"first read: {opened.first_mismatch}")
     for index, case in enumerate(cases):
         progress(index, case)
-        case_result, mismatch = link.run(case)
+        case_result, mismatch = link.run(case, _share_of_budget(link, len(cases) - index))
         reports.append(case_result)
         if mismatch:
             wrong.append(f"{case.pattern}, blocks of {case.shape.block_bytes} bytes: {mismatch}")
@@ -240,3 +246,11 @@ def measure(opened: OpenedLink, cases: Sequence[Case], progress: Callable[[int, 
         cases=reports,
     )
     return LinkResult(report, link.peer.via, tuple(wrong), opened.refused)
+
+
+def _share_of_budget(link: Link, cases_left: int) -> float | None:
+    """When the next case has to be done, so that those after it have as much time."""
+    if link.options.budget_s is None:
+        return None
+    now = time.perf_counter()
+    return now + (link.started + link.options.budget_s - now) / cases_left

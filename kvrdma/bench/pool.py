@@ -12,6 +12,7 @@ import numpy as np
 from kvrdma.bench import patterns
 from kvrdma.bench.memcpy import fragmented_rows, memcpy_of
 from kvrdma.bench.patterns import POISON, Bytes, Case, Words
+from kvrdma.bench.room import check_pool, free_nbytes, no_room
 from kvrdma.errors import ConfigError
 from kvrdma.transport import Device
 
@@ -51,7 +52,11 @@ class HostPool:
 
     def __init__(self, nbytes: int) -> None:
         self.device = Device()
-        buffer = np.empty(nbytes + _PAGE, np.uint8)
+        check_pool(nbytes)
+        try:
+            buffer = np.empty(nbytes + _PAGE, np.uint8)
+        except MemoryError:
+            raise no_room(nbytes, free_nbytes()) from None
         start = -buffer.ctypes.data % _PAGE
         self._bytes: Bytes = buffer[start : start + nbytes]
         self.addr, self.nbytes = self._bytes.ctypes.data, nbytes
@@ -207,8 +212,8 @@ def allocate(nbytes: int, device: Device) -> Pool:
     """Allocate a pool.
 
     Raises:
-        ConfigError: GPU memory is asked for and neither CuPy nor torch with CUDA is installed, or there is no
-            such GPU.
+        ConfigError: it does not fit into memory; or GPU memory is asked for and neither CuPy nor torch with CUDA
+            is installed, or there is no such GPU.
     """
     if device.kind == "cpu":
         return HostPool(nbytes)

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import pytest
 
 from kvrdma import wire
-from kvrdma.bench import choose
+from kvrdma.bench import choose, room
 from kvrdma.bench.choose import Candidates, connect_first, open_candidates
 from kvrdma.bench.link import Link, LinkOptions, LinkResult, measure
 from kvrdma.bench.link_peer import MAX_LINKS, LinkPeer
 from kvrdma.bench.patterns import Bytes, Case, Shape
 from kvrdma.bench.pool import HostPool, allocate
 from kvrdma.bench.report import Times, case_report
-from kvrdma.bench.spawned_peer import LocalControl, SpawnedPeer
+from kvrdma.bench.spawned_peer import LocalControl
 from kvrdma.errors import (
     ConfigError,
     ConnectError,
@@ -296,10 +291,37 @@ def test_auto_orders_by_reach_then_by_one_sidedness(monkeypatch: pytest.MonkeyPa
     assert [each.name for each in far.transports] == ["d", "c", "a"]
     assert far.refused == found.refused
     near = open_candidates("b", OPTIONS).beyond_process()
-    assert (near.transports, [str(e) for e in near.refused]) == ((), ["b reaches no further than its own process"])
+    hint = "use auto or one that reaches other processes (a, c, d, e)"
+    assert near.transports == ()
+    assert [str(e) for e in near.refused] == [f"b reaches no further than its own process: {hint}"]
     assert open_candidates("b", OPTIONS).need_this_process
     with pytest.raises(TransportUnavailableError, match="f: no library"):
         open_candidates("f", OPTIONS)
+
+
+@pytest.mark.parametrize(("budget_s", "reads"), [(0.0, 3), (None, 9), (600.0, 9)])
+def test_a_spent_budget_leaves_three_reads_and_an_unlimited_one_all(budget_s: float | None, reads: int) -> None:
+    """A first read; then another one and the measured ones in each of the three cases."""
+
+    class Counting(MemoryTransport):
+        count = 0
+
+        def read(self, peer: Peer, rows: Rows) -> ReadId:
+            self.count += 1
+            return super().read(peer, rows)
+
+    transport = Counting()
+    assert run(transport, LinkOptions(iters=9, budget_s=budget_s)).report.verified
+    assert transport.count == 1 + 3 * (1 + reads)
+
+
+def test_a_pool_larger_than_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemAvailable: 1024 kB\n")
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "meminfo")
+    with pytest.raises(ConfigError, match=r"a pool of 2\.0 MiB does not fit into memory: 1\.0 MiB are free"):
+        LinkPeer().handle(wire.OpenLink("memory", 2 << 20))
+    monkeypatch.setattr(room, "MEMINFO", tmp_path / "none")
+    assert room.free_nbytes() is None
 
 
 def test_gpu_memory_without_its_extra_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,57 +383,3 @@ def test_a_peer_that_answers_the_wrong_thing_is_refused() -> None:
 
     with pytest.raises(MessageError, match="OpenLink was answered by LinkClosed"):
         Link(Confused(), MemoryTransport(), 64, OPTIONS)
-
-
-def test_a_spawned_peer_answers_and_ends_with_close() -> None:
-    peer = SpawnedPeer(Device(), 60.0)
-    assert peer.request(wire.CloseLink(0), 10) == wire.LinkClosed()
-    peer.close()
-    assert peer.process.returncode == 0
-
-
-def test_a_killed_peer_is_reported_with_its_exit_code() -> None:
-    peer = SpawnedPeer(Device(), 60.0)
-    peer.process.send_signal(signal.SIGKILL)
-    with pytest.raises(PeerLostError, match="the peer process ended with exit code -9"):
-        peer.request(wire.CloseLink(0), 60)
-    peer.close()
-
-
-def test_a_peer_that_cannot_start_brings_its_traceback_home() -> None:
-    with pytest.raises(ControlError, match=r"(?s)did not start.*Traceback.*device 'gpu' is unknown"):
-        SpawnedPeer("gpu", 60.0)  # type: ignore[arg-type]
-
-
-def test_a_peer_ends_at_its_deadline() -> None:
-    peer = SpawnedPeer(Device(), 0.2)
-    assert peer.process.wait(20) == 0
-    peer.close()
-
-
-def test_a_peer_ends_when_its_parent_is_killed() -> None:
-    script = """
-        import sys, time
-        from kvrdma.bench.spawned_peer import SpawnedPeer
-        from kvrdma.transport import Device
-        print(SpawnedPeer(Device(), 600.0).process.pid, flush=True)
-        time.sleep(600)
-    """
-    lines = "\n".join(line.strip() for line in script.splitlines())
-    with subprocess.Popen([sys.executable, "-c", lines], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        pid = int(json.loads(parent.stdout.readline()))
-        parent.kill()
-    deadline = time.monotonic() + 20
-    while _running(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not _running(pid)
-
-
-def _running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
