@@ -104,3 +104,31 @@ def test_a_child_forked_before_ucx_may_use_it() -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         """)
     assert out == "0"
+
+
+def test_a_forked_child_does_not_take_its_parents_outcomes() -> None:
+    """The eventfd is shared: a poll that reads it in the child leaves the parent asleep."""
+    out = _run("""
+        import os
+        from types import SimpleNamespace
+        from kvrdma.errors import TransportClosedError
+        from kvrdma.testing import target as at
+        from kvrdma.transport import poll_until, wait
+        from kvrdma_ucx import UcxTransport
+        target = SimpleNamespace()
+        at.open_target(target, UcxTransport, [at.PAGE], 1)
+        reader = at.Reader.open(UcxTransport(), at.PAGE)
+        peer = reader.transport.connect(*at.exports(target))
+        read = reader.transport.read(peer, reader.rows([(0, 0, 0, at.PAGE)]))
+        assert wait([reader.transport], 5)
+        child = os.fork()
+        if child == 0:
+            try:
+                reader.transport.poll()
+            except TransportClosedError:
+                os._exit(0)
+            os._exit(1)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), wait([reader.transport], 0))
+        at.done(poll_until(reader.transport, read, 1)[-1])
+        """)
+    assert out == "0 True"

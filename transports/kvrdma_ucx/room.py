@@ -54,10 +54,11 @@ def _start_threads() -> None:
             threads.append(thread)
     except RuntimeError as error:
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        allowed = "any number" if limit < 0 else str(limit)
         raise TransportUnavailableError(
             f"ucx: {error}, and UCX ends a process that cannot have the {_THREADS} it needs: "
-            f"{threading.active_count()} Python threads run here, and this user may have {'any number' if limit < 0 else limit}; raise ulimit -u or "
-            "the pids limit of the container"
+            f"{threading.active_count()} Python threads run here, and this user may have {allowed}; raise ulimit -u "
+            "or the pids limit of the container"
         ) from error
     finally:
         done.set()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, ClassVar
 
-from kvrdma.errors import BlobError, ConfigError, ConnectError, RegistrationError, TransportUnavailableError
+from kvrdma.errors import (
+    BlobError,
+    ConfigError,
+    ConnectError,
+    PeerLostError,
+    RegistrationError,
+    TransportUnavailableError,
+)
 from kvrdma.rows import as_rows
 from kvrdma.transport import (
     Capabilities,
@@ -71,6 +78,9 @@ class UcxTransport:
             require_one_sided=require_one_sided, max_in_flight=max_in_flight, peer_errors=self._peer_errors
         )
         self._connect_timeout_s = connect_timeout_s
+        # What was given out: numbers alone may be those of another transport.
+        self._regions: dict[int, Region] = {}
+        self._peers: dict[PeerId, Peer] = {}
         self._version, self._resources, self._cuda, self._probes = self._core.facts()
         self._one_sided_over = [
             resource
@@ -111,11 +121,17 @@ class UcxTransport:
         number, slot, cookie, rkey = self._core.register(addr, nbytes, _gpu(device))
         instance = self._core.address()[1]
         key = UcxKey(instance, cookie, slot, addr, nbytes, device, rkey)
-        return Region(number, addr, nbytes, device, key.pack())
+        region = Region(number, addr, nbytes, device, key.pack())
+        self._regions[number] = region
+        return region
 
     def deregister(self, region: Region) -> None:
         """Undo ``register``: readers are told by the region's cookie, which is void from here on."""
+        self._core.address()  # raises if closed
+        if self._regions.get(region.id) != region:
+            raise RegistrationError(f"region {region.id} is not a region of this transport, or was deregistered before")
         self._core.deregister(region.id)
+        self._regions.pop(region.id, None)
 
     def address(self) -> bytes:
         """Give the worker address and the table of cookies, sealed."""
@@ -139,11 +155,17 @@ class UcxTransport:
             self._connect_timeout_s,
         )
         regions = tuple(RemoteRegion(key.nbytes, key.device) for key in memory)
-        return Peer(PeerId(number), self.name, regions, one_sided, via)
+        peer = Peer(PeerId(number), self.name, regions, one_sided, via)
+        self._peers[peer.id] = peer
+        return peer
 
     def read(self, peer: Peer, rows: Rows) -> ReadId:
         """Check and copy the rows, hand them to the progress thread, and return."""
-        return ReadId(self._core.read(peer.id, as_rows(rows)))
+        array = as_rows(rows)
+        if self._peers.get(peer.id) is not peer:
+            self._core.address()  # raises if closed
+            raise PeerLostError(f"peer {peer.id} is not a peer of this transport, or was disconnected: connect first")
+        return ReadId(self._core.read(peer.id, array))
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""
@@ -155,7 +177,9 @@ class UcxTransport:
 
     def disconnect(self, peer: Peer) -> None:
         """Close the endpoint by force; its reads end once UCX has given up every request."""
-        self._core.disconnect(peer.id)
+        if self._peers.get(peer.id) is peer:
+            self._core.disconnect(peer.id)
+            self._peers.pop(peer.id, None)
 
     def close(self) -> None:
         """Close every endpoint by force and end the progress thread."""

@@ -225,7 +225,7 @@ void Endpoint::end_read(Read &read) {
                                    [this](uint32_t slot) { return shared_.regions.needs_flush(slot); });
     if (flush)
         flush_writes();
-    shared_.regions.release(read.local_slots);
+    shared_.regions.release(read.rows, read.local_slots);
     const Failure &why = read.failure;
     shared_.done.push({why ? why.kind : "", read.id, peer_->id, read.nrows, read.rows_posted, read.nbytes, why.message,
                        why.code});

@@ -1,5 +1,6 @@
 #include "regions.hpp"
 
+#include <algorithm>
 #include <bitset>
 #include <cerrno>
 #include <cstdio>
@@ -132,6 +133,25 @@ Registered Regions::add(uint64_t addr, uint64_t nbytes, int cuda) {
     }
 }
 
+// Regions may overlap, and a read knows one region for each of its rows: then only the rows can tell.
+size_t Regions::reads_into(const Slot &region) {
+    if (const uint32_t reads = region.reads.load(std::memory_order_acquire))
+        return reads;
+    const uint64_t begin = region.addr, end = begin + region.nbytes;
+    const bool shared = std::any_of(slot_of_.begin(), slot_of_.end(), [&](const auto &known) {
+        const Slot &other = slots_[known.second];
+        return other.addr < end && begin < other.addr + other.nbytes && other.reads.load(std::memory_order_acquire);
+    });
+    if (!shared)
+        return 0;
+    std::lock_guard lock(in_flight_mutex_);
+    return std::count_if(in_flight_.begin(), in_flight_.end(), [&](const std::vector<Row> *rows) {
+        return std::any_of(rows->begin(), rows->end(), [&](const Row &row) {
+            return row.length > 0 && row.local < end && begin < row.local + row.length;
+        });
+    });
+}
+
 void Regions::remove(uint64_t id) {
     ucp_mem_h memh = nullptr;
     {
@@ -140,7 +160,7 @@ void Regions::remove(uint64_t id) {
         if (found == slot_of_.end())
             throw StatusError("RegistrationError", unknown_region(id));
         const uint32_t slot = found->second;
-        if (const uint32_t reads = slots_[slot].reads.load(std::memory_order_acquire))
+        if (const size_t reads = reads_into(slots_[slot]))
             throw StatusError("RegionBusyError", "region " + std::to_string(id) + " of " +
                                                      std::to_string(slots_[slot].nbytes) + " bytes is written by " +
                                                      std::to_string(reads) + " reads that have not ended; poll first");
@@ -170,16 +190,29 @@ uint64_t Regions::acquire(std::vector<Row> &rows, const std::vector<uint64_t> &r
     const uint64_t nbytes = check_rows(rows, table_of_rows_, remote);
     std::bitset<kSlots> seen;
     for (const Row &row : rows)
-        if (const uint32_t slot = row.local_region(); !seen.test(slot)) {
+        if (const uint32_t slot = row.local_region(); row.length > 0 && !seen.test(slot)) {
             seen.set(slot);
             slots.push_back(slot);
         }
+    {
+        std::lock_guard adding(in_flight_mutex_);
+        in_flight_.insert(&rows);
+    }
     for (uint32_t slot : slots)
         slots_[slot].reads.fetch_add(1, std::memory_order_relaxed);
     return nbytes;
 }
 
-void Regions::release(const std::vector<uint32_t> &slots) noexcept {
+void Regions::merge(std::vector<Row> &rows) {
+    std::shared_lock lock(mutex_); // reads_into() may not look at them meanwhile
+    merge_rows(rows);
+}
+
+void Regions::release(const std::vector<Row> &rows, const std::vector<uint32_t> &slots) noexcept {
+    {
+        std::lock_guard lock(in_flight_mutex_);
+        in_flight_.erase(&rows);
+    }
     for (uint32_t slot : slots)
         slots_[slot].reads.fetch_sub(1, std::memory_order_release);
 }

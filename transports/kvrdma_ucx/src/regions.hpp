@@ -9,9 +9,11 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "context.hpp"
@@ -58,9 +60,11 @@ class Regions {
     Registered add(uint64_t addr, uint64_t nbytes, int cuda);
     void remove(uint64_t id);
 
-    // Checks a batch and marks the regions it writes into as busy, in `slots`, until release(). Returns its bytes.
+    // Checks a batch and returns its bytes. Until release() the regions in `slots`, through which it is written, and
+    // every other one that holds a byte of it are busy; until then the rows stay where they are.
     uint64_t acquire(std::vector<Row> &rows, const std::vector<uint64_t> &remote, std::vector<uint32_t> &slots);
-    void release(const std::vector<uint32_t> &slots) noexcept;
+    void merge(std::vector<Row> &rows);
+    void release(const std::vector<Row> &rows, const std::vector<uint32_t> &slots) noexcept;
 
     // Of a busy region only, so from any thread.
     ucp_mem_h memh(uint32_t slot) const noexcept { return slots_[slot].memh; }
@@ -93,18 +97,21 @@ class Regions {
     };
 
     uint32_t free_slot();
+    size_t reads_into(const Slot &region);
     void publish(uint32_t slot, const Cookie &cookie) noexcept;
 
     const Context &context_;
     OwnMemory table_;
     const Cookie instance_;
-    std::shared_mutex mutex_; // shared: checking rows; exclusive: registering
+    std::shared_mutex mutex_; // shared: checking and merging rows; exclusive: registering
     RegionTable table_of_rows_;
     std::unique_ptr<Slot[]> slots_;
     std::vector<uint32_t> free_;
     uint32_t used_ = 1;
     std::unordered_map<uint64_t, uint32_t> slot_of_;
     uint64_t next_id_ = 1;
+    std::mutex in_flight_mutex_; // after mutex_, if both
+    std::unordered_set<const std::vector<Row> *> in_flight_;
 };
 
 } // namespace kvrdma::ucx

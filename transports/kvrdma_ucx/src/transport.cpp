@@ -12,10 +12,14 @@ Transport::Transport(const Options &options)
       regions_(std::make_unique<Regions>(*context_)),
       worker_(std::make_unique<Worker>(*context_, options_, *regions_, done_)) {}
 
-Transport::Lock Transport::open() const {
+void Transport::refuse_forked_child() const {
     if (getpid() != owner_)
         throw StatusError("TransportClosedError", "this UCX transport was opened in process " + std::to_string(owner_) +
-                                                      " and does not survive fork; open one after the fork");
+                                                      " and does not survive fork; spawn the process");
+}
+
+Transport::Lock Transport::open() const {
+    refuse_forked_child();
     Lock lock(open_mutex_);
     if (!worker_)
         throw StatusError("TransportClosedError", "the UCX transport is closed");
@@ -103,17 +107,20 @@ uint64_t Transport::read(uint64_t peer_id, std::vector<Row> rows) {
     auto read = std::make_unique<Read>();
     read->rows = std::move(rows);
     read->nrows = read->rows.size();
-    std::vector<uint32_t> slots;
-    read->nbytes = regions_->acquire(read->rows, peer->sizes, slots);
-    read->local_slots = std::move(slots);
+    read->nbytes = regions_->acquire(read->rows, peer->sizes, read->local_slots);
     const uint64_t id = read->id = next_read_++;
     std::lock_guard queueing(peer->mutex);
     if (peer->gone) {
-        regions_->release(read->local_slots);
+        regions_->release(read->rows, read->local_slots);
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " was lost: " + peer->why);
     }
     worker_->submit(ReadCommand{peer_id, std::move(read)});
     return id;
+}
+
+std::vector<Completion> Transport::poll() {
+    refuse_forked_child(); // the eventfd is the parent's, too: reading it there would hide what the parent waits for
+    return done_.drain();
 }
 
 void Transport::disconnect(uint64_t peer_id) {

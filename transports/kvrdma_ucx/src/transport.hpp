@@ -48,13 +48,14 @@ class Transport {
     Address address() const;
     Connected connect(PeerSpec spec, double timeout_s);
     uint64_t read(uint64_t peer, std::vector<Row> rows);
-    std::vector<Completion> poll() { return done_.drain(); }
+    std::vector<Completion> poll();
     int fd() const noexcept { return done_.fd(); }
     void disconnect(uint64_t peer);
     void close();
 
   private:
     using Lock = std::shared_lock<std::shared_mutex>;
+    void refuse_forked_child() const;
     Lock open() const; // throws if closed, or in a forked child
     std::shared_ptr<Peer> find(uint64_t peer) const;
     void forget(uint64_t peer);

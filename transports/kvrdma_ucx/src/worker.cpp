@@ -175,10 +175,12 @@ void Worker::execute(ConnectCommand &command) {
 
 void Worker::execute(ReadCommand &command) {
     Read &read = *command.read;
-    merge_rows(read.rows);
+    shared_.regions.merge(read.rows);
     read.rows_posted = read.rows.size();
     if (const auto found = endpoints_.find(command.peer); found != endpoints_.end())
         found->second->add(std::move(command.read));
+    else
+        shared_.regions.release(read.rows, read.local_slots);
 }
 
 void Worker::execute(DisconnectCommand &command) {
