@@ -75,7 +75,8 @@ class Exports:
         if self.endpoint is None or request.status not in _EXPORTED or not any(block_ids):
             return None
         num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        num_tokens = min(num_tokens, request.num_tokens)
+        # A prefill may have computed tokens of its own answer; its consumer wants the prompt.
+        num_tokens = min(num_tokens, request.num_tokens if turn_back else request.num_prompt_tokens)
         try:
             lease = self._slots.allocate()
         except LeaseError as error:

@@ -89,6 +89,20 @@ def test_a_partial_prefix_hit_pulls_the_rest(engines: Make) -> None:
     settle(p, d)
 
 
+def test_a_prefill_that_generated_more_than_one_token(engines: Make) -> None:
+    from tests.helpers.mini_engine import run, settle
+
+    p, d = engines("p", "kv_producer"), engines("d", "kv_consumer")
+    p.add("p", prompt_of(63), PREFILL, new=4)
+    run(p, until=lambda: "p" in p.finished)
+    assert p.params["p"]["remote_num_tokens"] == 63
+    d.add("d", prompt_of(63), p.params["p"], new=4)
+    run(p, d, until=lambda: d.status("d") == "RUNNING")
+    assert d.cached["d"] == (0, 62)
+    assert d.wrong_positions("d", 0, 63) == []
+    settle(p, d)
+
+
 def test_a_full_prefix_hit_pulls_nothing_and_frees_the_producer(engines: Make) -> None:
     from tests.helpers.mini_engine import settle
 
