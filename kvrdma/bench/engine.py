@@ -128,12 +128,8 @@ def _require_done(event: Event) -> None:
         raise RuntimeError(f"a pull of the benchmark failed: {event}")  # noqa: TRY004 - it is no wrong type
 
 
-def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
-    """Time pulls against bare reads of the same rows, in turns.
-
-    ``added`` is the difference of the two, with all the noise of moving the bytes twice; ``engine`` is what a pull took
-    beside its own data's way.
-    """
+def _measure(shape: Shape, transport: str, repeats: int) -> tuple[dict[str, list[float]], int]:
+    """Give the seconds of bare reads, pulls, calls of ``pull`` and of the pulls' data, and the bytes of one."""
     producer, engine = Producer(shape, transport), open_engine(shape, "consumer", transport)
     ids = shape.ids[::-1]
     engine.pull(0, producer.publish(), ids)
@@ -158,6 +154,16 @@ def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
     bare.transport.close()
     engine.close()
     producer.close()
+    return times, nbytes
+
+
+def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
+    """Time pulls against bare reads of the same rows, in turns.
+
+    ``added`` is the difference of the two, with all the noise of moving the bytes twice; ``engine`` is what a pull took
+    beside its own data's way.
+    """
+    times, nbytes = _measure(shape, transport, repeats)
     bare_s, pull_s = (statistics.median(times[name]) for name in ("bare", "pull"))
     added = [pull - bare for pull, bare in zip(times["pull"], times["bare"], strict=True)]
     engine_s = statistics.median(pull - data for pull, data in zip(times["pull"], times["data"], strict=True))
@@ -165,7 +171,7 @@ def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
         "case": "overhead",
         "transport": transport,
         "nbytes": nbytes,
-        "pages": shape.layers * len(ids),
+        "pages": shape.layers * len(shape.ids),
         "bare_ms": round(bare_s * 1e3, 3),
         "pull_ms": round(pull_s * 1e3, 3),
         "added_us": round(statistics.median(added) * 1e6),
