@@ -102,9 +102,13 @@ class SpawnedPeer:
         )
         try:
             self._client = SideChannelClient(Endpoint.parse(self._first_line()), secret)
-            self._client.request(CloseLink(0), _START_S)  # connected: from here on its end is noticed at once
         except BaseException:
             self._end()
+            raise
+        try:
+            self._client.request(CloseLink(0), _START_S)  # connected: from here on its end is noticed at once
+        except BaseException:
+            self.close()
             raise
 
     def _first_line(self) -> str:

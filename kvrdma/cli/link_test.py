@@ -117,8 +117,10 @@ def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool
     names = ", ".join(sorted(installed_transports()))
     click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
     try:
-        while signal.sigtimedwait(stops, 1.0) is None and server.alive:
-            pass
+        while server.alive:
+            info = signal.sigtimedwait(stops, 1.0)
+            if info is not None and info.si_signo in stops:  # stopped and continued, it returns one of no signal
+                break
     finally:
         server.close()
         peer.close()

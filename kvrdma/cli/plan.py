@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import Any, TypedDict, Unpack, cast
+import math
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from kvrdma.errors import KVRDMAError
-from kvrdma.plan.planner import PageReshape, TokenRange
-from kvrdma.plan.report import Link, Pair, RankReport, owners, report_pair
+from kvrdma.cli.exits import JsonCommand, run
+from kvrdma.cli.plan_report import as_json, print_plan
+from kvrdma.plan.planner import TokenRange
+from kvrdma.plan.report import Link, Pair, report_pair
 from kvrdma.plan.sketch import CacheSketch, SketchFormat
-from kvrdma.topology import EngineShape, RankId
+from kvrdma.topology import EngineShape
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _FORMATS = click.Choice(["HND", "NHD", "HND-outer", "NHD-outer", "CPU"])
-_COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_white", "bright_black")
-_MAX_COLUMNS, _MAX_DRAWN, _MAX_HEADS = 32, 8, 16
-_GOOD_BLOCK = 64
+_MAX_RANKS = 16_384
+_SIDES = {"p": "producer", "d": "consumer"}
+_EPILOG = """\b
+Exit codes:
+  0    the plan was printed
+  2    wrong options, or two engines that cannot serve each other
+  130  interrupted
+
+With --json a failure prints one object as well: kvrdma, verified (false), error, code and message.
+"""
 
 
 class Options(TypedDict):
@@ -41,28 +50,44 @@ class Options(TypedDict):
     d_layout: str
     layers: int
     head_dim: int
-    itemsize: int
+    itemsize: str
     tokens: int
     cached: int
     link: float
     row_ns: float
-    json: bool
+    draw_all: bool
+    as_json: bool
+
+
+class Finite(click.FloatRange):
+    """A number within bounds; neither infinite nor "not a number"."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
+        """Read it; a usage error where that is impossible."""
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 def _sizes(command: Any) -> Any:  # noqa: ANN401 -- click decorators are untyped here
     """Add the options that come once per side, p- for producer and d- for consumer."""
-    for side, name in (("d", "consumer"), ("p", "producer")):
-        layout = click.option(f"--{side}-layout", type=_FORMATS, default="HND", help=f"{name}'s page format")
+    for side, name in reversed(_SIDES.items()):
+        layout = click.option(
+            f"--{side}-layout", type=_FORMATS, default="HND", show_default=True, help=f"{name}'s page format"
+        )
         command = layout(command)
-        for size, default, text in (
-            ("block", 16, "tokens of a block"),
-            ("pp", 1, "pipeline parallel size"),
-            ("dcp", 1, "decode context parallel size, within tp"),
-            ("tp", 1, "tensor parallel size"),
+        for size, default, most, text in (
+            ("block", 16, 1 << 20, "tokens of a block"),
+            ("pp", 1, 10_000, "pipeline parallel size"),
+            ("dcp", 1, 4096, "decode context parallel size, within tp"),
+            ("tp", 1, 4096, "tensor parallel size"),
         ):
             option = click.option(
                 f"--{side}-{size}",
-                type=click.IntRange(min=1),
+                type=click.IntRange(1, most),
                 default=default,
                 show_default=True,
                 help=f"{name}'s {text}",
@@ -71,191 +96,81 @@ def _sizes(command: Any) -> Any:  # noqa: ANN401 -- click decorators are untyped
     return command
 
 
-@click.command("plan")
+def _number(name: str, most: int, default: int, text: str, least: int = 1) -> Callable[[_F], _F]:
+    return click.option(name, type=click.IntRange(least, most), default=default, show_default=True, help=text)
+
+
+@click.command("plan", cls=JsonCommand, epilog=_EPILOG)
 @_sizes
-@click.option(
-    "--interleave",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="tokens in a row on a dcp rank",
-)
-@click.option("--kv-heads", type=click.IntRange(min=1), default=8, show_default=True)
+@_number("--interleave", 1 << 20, 1, "tokens in a row on a dcp rank")
+@_number("--kv-heads", 10_000, 8, "of the whole model")
 @click.option("--mla", is_flag=True, help="one latent of head-dim elements instead of kv heads")
-@click.option("--layers", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--head-dim", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--itemsize", type=click.IntRange(min=1), default=2, show_default=True, help="bytes of an element")
-@click.option("--tokens", type=click.IntRange(min=0), default=4096, show_default=True)
-@click.option("--cached", type=click.IntRange(min=0), default=0, help="tokens the consumer holds already")
+@_number("--layers", 10_000, 32, "of the whole model")
+@_number("--head-dim", 65_536, 128, "elements of a head")
 @click.option(
-    "--link",
-    type=click.FloatRange(min=0, min_open=True),
-    default=50.0,
+    "--itemsize",
+    type=click.Choice(["1", "2", "4", "8"]),
+    default="2",
     show_default=True,
-    help="GB/s of a rank",
+    help="bytes of an element",
 )
-@click.option("--row-ns", type=click.FloatRange(min=0), default=600.0, show_default=True, help="cost of one row")
-@click.option("--json", is_flag=True, help="print one JSON object")
+@_number("--tokens", 10_000_000, 4096, "length of the request", least=0)
+@_number("--cached", 10_000_000, 0, "tokens the consumer holds already", least=0)
+@click.option("--link", type=Finite(0, min_open=True), default=50.0, show_default=True, help="GB/s of a rank")
+@click.option("--row-ns", type=Finite(0), default=600.0, show_default=True, help="cost of one row")
+@click.option("--all", "draw_all", is_flag=True, help="show and draw every rank, not groups of equal ones")
+@click.option("--json", "as_json", is_flag=True, help="print exactly one JSON object")
 def plan_command(**options: Unpack[Options]) -> None:
     """Show what each consumer rank reads from each producer rank, and what that costs."""
-    try:
-        pair = _pair(options)
+    pair = _pair(options)
+    link = Link(options["link"], options["row_ns"])
+
+    def work() -> None:
         reports = report_pair(pair)
-    except KVRDMAError as error:
-        raise click.ClickException(str(error)) from error
-    if options["json"]:
-        click.echo(json.dumps(as_json(pair, reports)))
-        return
-    _print(pair, reports, Link(options["link"], options["row_ns"]))
+        if options["as_json"]:
+            inputs = {name: value for name, value in options.items() if name not in {"as_json", "draw_all"}}
+            inputs["itemsize"] = int(options["itemsize"])
+            click.echo(json.dumps(as_json(pair, reports, link, inputs)))
+        else:
+            print_plan(pair, reports, link, every=options["draw_all"])
+
+    run("plan", work, as_json=options["as_json"], code=2)
 
 
 def _pair(options: Options) -> Pair:
     names = tuple(f"layer.{i}" for i in range(options["layers"]))
     if options["cached"] > options["tokens"]:
-        raise click.BadParameter(f"--cached {options['cached']} is more than --tokens {options['tokens']}")
-
-    def engine(tp: int, dcp: int, pp: int) -> EngineShape:
-        if pp > len(names):
-            raise click.BadParameter(f"{pp} pipeline stages for {len(names)} layers: use fewer stages")
-        stages = tuple(tuple(part.tolist()) for part in np.array_split(np.array(names), pp)) if pp > 1 else ()
-        interleave = options["interleave"] if dcp > 1 else 1
-        return EngineShape(tp, options["kv_heads"], dcp, interleave, options["mla"], stages=stages)
-
+        raise click.UsageError(f"--cached {options['cached']} is more than --tokens {options['tokens']}")
     content = options["head_dim"] * (1 if options["mla"] else 2)
 
     def cache(layout: str, block: int) -> CacheSketch:
-        return CacheSketch(cast("SketchFormat", layout), block, 1, names, content, options["itemsize"])
+        return CacheSketch(cast("SketchFormat", layout), block, 1, names, content, int(options["itemsize"]))
 
     return Pair(
-        engine(options["d_tp"], options["d_dcp"], options["d_pp"]),
-        engine(options["p_tp"], options["p_dcp"], options["p_pp"]),
+        _engine(options, "d", names),
+        _engine(options, "p", names),
         cache(options["d_layout"], options["d_block"]),
         cache(options["p_layout"], options["p_block"]),
         TokenRange(options["cached"], options["tokens"]),
     )
 
 
-def _number(shape: EngineShape, rank: RankId) -> int:
-    """Ranks counted over all stages."""
-    return rank.pp_rank * shape.num_ranks + rank.rank
-
-
-def as_json(pair: Pair, reports: tuple[RankReport, ...]) -> dict[str, Any]:
-    """The report as plain data; ``reshape`` is the one that moves most bytes."""
-    return {
-        "ranks": [
-            {
-                "rank": _number(pair.consumer, report.rank),
-                "sources": [
-                    {
-                        "remote_rank": _number(pair.producer, s.source.rank),
-                        "heads": list(s.source.heads),
-                        "tokens": s.tokens,
-                        "rows": s.rows,
-                        "rows_posted": s.rows_posted,
-                        "nbytes": s.nbytes,
-                    }
-                    for s in report.sources
-                ],
-                "reshape": next(
-                    ({"shape": list(r.reshape.shape), "axes": list(r.reshape.axes)} for r in report.reshapes),
-                    None,
-                ),
-            }
-            for report in reports
-        ]
-    }
-
-
-def _print(pair: Pair, reports: tuple[RankReport, ...], link: Link) -> None:
-    console = Console()
-    console.print(_summary(pair, reports))
-    for report in reports[:_MAX_DRAWN]:
-        console.print(_drawing(pair, report))
-    if len(reports) > _MAX_DRAWN:
-        console.print(f"({len(reports) - _MAX_DRAWN} more consumer ranks are not drawn)")
-    for line in [*_reshape_lines(pair, reports), *_advice(pair, reports, link)]:
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _summary(pair: Pair, reports: tuple[RankReport, ...]) -> Table:
-    table = Table(title="reads")
-    for name in ("consumer", "producer", "heads", "tokens", "rows", "posted", "MB"):
-        table.add_column(name, justify="right")
-    for report in reports:
-        for source in report.sources:
-            number = _number(pair.producer, source.source.rank)
-            lo, hi = source.source.heads
-            table.add_row(
-                str(_number(pair.consumer, report.rank)),
-                Text(str(number), style=_COLOURS[number % len(_COLOURS)]),
-                f"{lo}..{hi - 1}",
-                f"{source.tokens:,}",
-                f"{source.rows:,}",
-                f"{source.rows_posted:,}",
-                f"{source.nbytes / 1e6:,.1f}",
-            )
-    return table
-
-
-def _drawing(pair: Pair, report: RankReport) -> Table:
-    """Heads down, tokens across; each cell is the producer rank its bytes come from, a dot for none."""
-    split = [shape.interleave for shape in (pair.consumer, pair.producer) if shape.dcp_size > 1]
-    length = pair.tokens.end - pair.tokens.start
-    step = max(1, min(split) if split else -(-length // _MAX_COLUMNS))
-    positions = np.arange(pair.tokens.start, pair.tokens.end, step)[:_MAX_COLUMNS]
-    table = Table(title=f"consumer rank {_number(pair.consumer, report.rank)}, a column is {step} tokens", padding=0)
-    table.add_column("head", justify="right")
-    table.add_column(f"tokens {pair.tokens.start}..{int(positions[-1]) + step - 1 if len(positions) else 0}")
-    dcp = owners(pair, report.rank, positions)
-    lo, hi = pair.consumer.heads(report.rank.rank)
-    for head in range(lo, min(hi, lo + _MAX_HEADS)):
-        line = Text()
-        for owner in dcp.tolist():
-            numbers = [
-                _number(pair.producer, s.source.rank)
-                for s in report.sources
-                if s.source.heads[0] <= head < s.source.heads[1] and pair.producer.dcp_rank(s.source.rank.rank) == owner
-            ]
-            line.append(
-                f"{numbers[0]:>2}" if numbers else " .",
-                _COLOURS[numbers[0] % len(_COLOURS)] if numbers else None,
-            )
-        table.add_row(str(head), line)
-    if hi - lo > _MAX_HEADS:
-        table.add_row("...", f"{hi - lo - _MAX_HEADS} more heads alike")
-    return table
-
-
-def _in_words(step: PageReshape) -> str:
-    one, axes = step.reshape, step.reshape.axes
-    unit = "each page" if one.count == 1 else f"each of {one.count} parts of a page, {one.stride} bytes apart"
-    start = f" from byte {one.offset}" if one.offset else ""
-    return (
-        f"{len(step.pages):,} pages in each of {len(step.layers)} layers: {unit}{start} arrives as {one.shape} "
-        f"elements of {one.itemsize} bytes and is transposed in place to {tuple(one.shape[a] for a in axes)}, "
-        f"axes {axes}"
-    )
-
-
-def _reshape_lines(pair: Pair, reports: tuple[RankReport, ...]) -> list[str]:
-    lines: dict[str, list[int]] = {}
-    for report in reports:
-        texts = [_in_words(step) for step in report.reshapes]
-        for text in texts or ["none: every row lands in its final place"]:
-            lines.setdefault(text, []).append(_number(pair.consumer, report.rank))
-    return [f"reshape on ranks {', '.join(map(str, ranks))}: {text}" for text, ranks in lines.items()]
-
-
-def _advice(pair: Pair, reports: tuple[RankReport, ...], link: Link) -> list[str]:
-    best, worst = (max(report.times_ms(link)[i] for report in reports) for i in (0, 1))
-    slowest = max(reports, key=lambda report: report.times_ms(link)[1])
-    speed = f"{link.gigabytes_per_s:g} GB/s per rank and {link.row_ns:g} ns per row"
-    lines = [f"time at {speed}: {best:.2f} ms with consecutive blocks, {worst:.2f} ms with fragmented ones"]
-    wire, rows = link.read_ms(0, slowest.nbytes), slowest.rows * link.row_ns / 1e6
-    small = min(pair.consumer_cache.block_size, pair.producer_cache.block_size)
-    if rows > wire and small < _GOOD_BLOCK:
-        cause = f"{slowest.rows:,} rows take {rows:.2f} ms, the bytes only {wire:.2f} ms"
-        cure = f"blocks of {_GOOD_BLOCK} tokens on both sides divide the rows by {_GOOD_BLOCK // small}"
-        lines.append(f"advice: with fragmented blocks of {small} tokens the link waits for rows ({cause}): {cure}")
-    return lines
+def _engine(options: Options, side: str, names: tuple[str, ...]) -> EngineShape:
+    given = cast("dict[str, int]", options)
+    tp, dcp, pp, block = (given[f"{side}_{size}"] for size in ("tp", "dcp", "pp", "block"))
+    interleave = options["interleave"] if dcp > 1 else 1
+    heads = 1 if options["mla"] else options["kv_heads"]
+    small, large = sorted((heads, max(1, tp // dcp)))
+    divides = "one must be a multiple of the other"
+    wrong = [
+        (pp > len(names), f"--{side}-pp {pp} stages for --layers {len(names)}: use fewer stages"),
+        (pp * tp > _MAX_RANKS, f"--{side}-tp {tp} and --{side}-pp {pp} make {pp * tp} ranks: {_MAX_RANKS} at most"),
+        (tp % dcp, f"--{side}-dcp {dcp} does not divide --{side}-tp {tp}"),
+        (large % small, f"--{side}-tp {tp} with --{side}-dcp {dcp}: {heads} kv heads, {tp // dcp} parts: {divides}"),
+        (block % interleave, f"--interleave {interleave} does not divide --{side}-block {block}"),
+    ]  # fmt: skip
+    for is_wrong, text in wrong:
+        if is_wrong:
+            raise click.UsageError(f"{_SIDES[side]}: {text}")
+    stages = tuple(tuple(part.tolist()) for part in np.array_split(np.array(names), pp)) if pp > 1 else ()
+    return EngineShape(tp, options["kv_heads"], dcp, interleave, options["mla"], stages=stages)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrdma.errors import PlanError
 from kvrdma.plan.landing import ReadCost
 from kvrdma.plan.planner import BlockSpan, PageReshape, Planner, TokenRange
 from kvrdma.plan.sketch import CacheSketch, sketch_layout
@@ -14,6 +16,8 @@ from kvrdma.reshape.spec import Reshape
 from kvrdma.topology import EngineShape, RankId, Source, select_sources
 
 _LOCAL_BASE = 1 << 44
+_MAX_ROWS = 1 << 25
+_POSITIONS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,20 +97,59 @@ def _moved(reshape: Reshape, pages: int) -> int:
 
 
 def report_pair(pair: Pair, cost: ReadCost | None = None) -> tuple[RankReport, ...]:
-    """Plan the request on every consumer rank.
+    """Plan the request on every consumer rank; ranks that differ only in whom they read are planned once.
 
     Raises:
         KVRDMAError: the pair cannot be served; the message says why.
+        PlanError: also where the plan may have more rows than are worth the wait.
     """
-    return tuple(_report_rank(pair, rank, cost) for rank in pair.consumer.all_ranks())
+    _check_rows(pair)
+    planned: dict[object, RankReport] = {}
+    reports: list[RankReport] = []
+    for rank in pair.consumer.all_ranks():
+        sources = select_sources(pair.consumer, rank, pair.producer)
+        kind = _kind(pair, rank, sources)
+        if kind not in planned:
+            planned[kind] = _report_rank(pair, rank, sources, cost)
+        reports.append(_moved_to(planned[kind], rank, sources))
+    return tuple(reports)
+
+
+def _check_rows(pair: Pair) -> None:
+    """Refuse a plan that may be huge: every head apart, in the shortest runs of tokens that a side stores together."""
+    sides = ((pair.consumer, pair.consumer_cache), (pair.producer, pair.producer_cache))
+    run = min(min(cache.block_size, shape.interleave if shape.dcp_size > 1 else 1 << 60) for shape, cache in sides)
+    lo, hi = pair.consumer.heads(0)
+    layers = max((len(stage) for stage in pair.consumer.stages), default=len(pair.consumer_cache.layers))
+    rows = -(-(pair.tokens.end - pair.tokens.start) // run) * (hi - lo) * layers
+    if rows > _MAX_ROWS:
+        raise PlanError(
+            f"a rank may read {rows:,} rows ({layers} layers, {hi - lo} heads, runs of {run} tokens): more than the "
+            f"{_MAX_ROWS:,} that are planned here; ask for fewer tokens or layers, the figures grow in proportion"
+        )
+
+
+def _kind(pair: Pair, rank: RankId, sources: tuple[Source, ...]) -> object:
+    """What the plan of a rank depends on: heads count from the rank's first, and no rank is named."""
+    lo, hi = pair.consumer.heads(rank.rank)
+    read = tuple(
+        (s.rank.pp_rank, pair.producer.dcp_rank(s.rank.rank), *(h - lo for h in (*s.heads, *of)))
+        for s in sources
+        for of in [pair.producer.heads(s.rank.rank)]
+    )
+    return rank.pp_rank, pair.consumer.dcp_rank(rank.rank), hi - lo, read
+
+
+def _moved_to(report: RankReport, rank: RankId, sources: tuple[Source, ...]) -> RankReport:
+    moved = tuple(replace(of, source=source) for of, source in zip(report.sources, sources, strict=True))
+    return replace(report, rank=rank, sources=moved)
 
 
 def _span(shape: EngineShape, cache: CacheSketch, end: int) -> BlockSpan:
     return BlockSpan(np.arange(-(-end // (cache.block_size * shape.dcp_size))))
 
 
-def _report_rank(pair: Pair, rank: RankId, cost: ReadCost | None) -> RankReport:
-    sources = select_sources(pair.consumer, rank, pair.producer)
+def _report_rank(pair: Pair, rank: RankId, sources: tuple[Source, ...], cost: ReadCost | None) -> RankReport:
     spans = [
         _span(shape, cache, pair.tokens.end)
         for shape, cache in ((pair.consumer, pair.consumer_cache), (pair.producer, pair.producer_cache))
@@ -136,9 +179,12 @@ def _report_rank(pair: Pair, rank: RankId, cost: ReadCost | None) -> RankReport:
 
 def token_counts(pair: Pair, rank: RankId) -> dict[int, int]:
     """Tokens of the request that ``rank`` takes from each dcp rank of the producer."""
-    owner = owners(pair, rank, np.arange(pair.tokens.start, pair.tokens.end))
-    found, counts = np.unique(owner[owner >= 0], return_counts=True)
-    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+    counts: Counter[int] = Counter()
+    for start in range(pair.tokens.start, pair.tokens.end, _POSITIONS_AT_ONCE):
+        owner = owners(pair, rank, np.arange(start, min(start + _POSITIONS_AT_ONCE, pair.tokens.end)))
+        found, of = np.unique(owner[owner >= 0], return_counts=True)
+        counts.update(dict(zip(found.tolist(), of.tolist(), strict=True)))
+    return counts
 
 
 def owners(pair: Pair, rank: RankId, positions: Ints) -> Ints:

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvrdma import __version__
 from kvrdma.cli.plan import plan_command
+from kvrdma.cli.plan_report import ranks_text
+from kvrdma.plan import TokenRange
+from kvrdma.plan.report import Pair, report_pair
+from kvrdma.plan.sketch import CacheSketch
+from kvrdma.topology import EngineShape, RankId, Source
 
 EXAMPLE = [
     *("--p-tp", "4", "--d-tp", "2", "--kv-heads", "8"),
@@ -30,7 +36,13 @@ def as_json(*args: str) -> dict[str, Any]:
 def test_json_of_the_example() -> None:
     """Two ranks read two ranks each; 4096 tokens x 2 heads x 512 bytes x 32 layers from each."""
     found = as_json(*EXAMPLE)
-    assert list(found) == ["ranks"]
+    assert list(found) == ["kvrdma", "inputs", "ranks", "estimate_ms", "advice"]
+    assert found["kvrdma"] == __version__
+    inputs = found["inputs"]
+    assert (inputs["p_tp"], inputs["d_tp"], inputs["itemsize"], inputs["link"]) == (4, 2, 2, 50.0)
+    # 268 MB and the reshape of them: 5.37 ms + 0.27 ms; fragmented 16,384 rows of 600 ns: 9.83 ms + 0.27 ms.
+    assert found["estimate_ms"] == {"consecutive": 5.6371, "fragmented": 10.0988}
+    assert [text.partition(" ")[0] for text in found["advice"]] == ["equal", "with"]
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     expected = [[(0, [0, 2]), (1, [2, 4])], [(2, [4, 6]), (3, [6, 8])]]
     for rank, sources in zip(found["ranks"], expected, strict=True):
@@ -95,6 +107,8 @@ def test_words_time_and_advice() -> None:
     )
     assert "bytes only 5.37 ms): blocks of 64 tokens on both sides divide the rows by 4" in output
     assert "10.10 ms with fragmented ones" in output
+    assert "advice: equal blocks on both sides (producer 16, consumer 64 tokens): then" in output
+    assert output.index("equal blocks") < output.index("with fragmented blocks of 16")
     big = run(*EXAMPLE, "--p-block", "64").output
     assert "advice" not in big
     assert "time at 50 GB/s" in big
@@ -104,22 +118,92 @@ def test_words_time_and_advice() -> None:
 @pytest.mark.parametrize(
     ("args", "why"),
     [
-        (("--p-tp", "3"), "8 kv heads, 3 parts"),
-        (("--p-tp", "4", "--p-dcp", "3"), "dcp size 3 does not divide tp size 4"),
-        (("--p-tp", "2", "--p-dcp", "2", "--interleave", "5"), "interleave 5 does not divide the block of 16"),
+        (("--p-tp", "3"), "producer: --p-tp 3 with --p-dcp 1: 8 kv heads, 3 parts"),
+        (("--d-tp", "3"), "consumer: --d-tp 3 with --d-dcp 1"),
+        (("--p-tp", "4", "--p-dcp", "3"), "producer: --p-dcp 3 does not divide --p-tp 4"),
+        (("--p-dcp", "2"), "producer: --p-dcp 2 does not divide --p-tp 1"),
+        (
+            ("--p-tp", "2", "--p-dcp", "2", "--interleave", "5"),
+            "producer: --interleave 5 does not divide --p-block 16",
+        ),
+        (("--tokens", "100000000000"), "0<=x<=10000000"),
+        (("--tokens", "10000000"), "a rank may read 160,000,000 rows (32 layers, 8 heads, runs of 16 tokens)"),
+        (("--itemsize", "3"), "'1', '2', '4', '8'"),
+        (("--link", "nan"), "'nan' is not a finite number"),
+        (("--link", "inf"), "'inf' is not a finite number"),
+        (("--row-ns", "inf"), "'inf' is not a finite number"),
+        (("--d-tp", "4096", "--d-pp", "8"), "consumer: --d-tp 4096 and --d-pp 8 make 32768 ranks"),
         (("--cached", "10", "--tokens", "5"), "--cached 10 is more than --tokens 5"),
-        (("--p-pp", "3", "--layers", "2"), "3 pipeline stages for 2 layers"),
+        (("--p-pp", "3", "--layers", "2"), "producer: --p-pp 3 stages for --layers 2"),
         (("--p-block", "1999", "--d-block", "2003"), "line up only every"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(args: tuple[str, ...], why: str) -> None:
     result = run(*args)
-    assert result.exit_code != 0
-    assert why in result.output
-    assert "Traceback" not in result.output
+    assert result.exit_code == 2
+    assert (why in result.stderr, result.stdout) == (True, "")
+    told = run(*args, "--json")
+    failure = json.loads(told.stdout)
+    assert list(failure) == ["kvrdma", "verified", "error", "code", "message"]
+    assert (failure["verified"], failure["code"], told.exit_code) == (False, 2, 2)
+    assert why in failure["message"]
+
+
+def test_exit_codes_are_in_the_help() -> None:
+    assert "2    wrong options, or two engines that cannot serve each other" in run("--help").output
+
+
+def test_a_request_of_a_million_tokens_is_planned() -> None:
+    """62,500 whole blocks, and one token of each of 8 heads."""
+    (rank,) = as_json("--tokens", "1000001", "--layers", "1")["ranks"]
+    assert [(s["rows"], s["tokens"]) for s in rank["sources"]] == [(62508, 1000001)]
 
 
 def test_empty_request() -> None:
     (rank,) = as_json("--tokens", "0")["ranks"]
     assert [(s["rows"], s["nbytes"]) for s in rank["sources"]] == [(0, 0)]
-    assert run("--tokens", "0").exit_code == 0
+    empty = run("--tokens", "0")
+    assert empty.exit_code == 0
+    assert "no tokens" in empty.output
+
+
+def test_the_drawing_ends_with_the_last_token() -> None:
+    assert "tokens 100..4095" in run("--cached", "100").output
+
+
+def test_numbers_of_two_digits_stay_apart() -> None:
+    output = run("--p-tp", "16", "--kv-heads", "16", "--tokens", "64").output
+    (line,) = [text for text in output.splitlines() if text.startswith("│  10│")]
+    assert line.split("│")[2].split() == ["10"] * 32
+
+
+def test_equal_ranks_are_shown_once_and_all_on_demand() -> None:
+    """64 ranks share 8 heads: 8 each read the same head of one of two producers."""
+    args = ["--d-tp", "64", "--p-tp", "2", "--tokens", "64"]
+    output = run(*args).output
+    rows = [line.replace(" ", "") for line in output.splitlines() if line.startswith("│") and "│" in line[1:]]
+    assert "│0..63│0,1│1of0..7│64│128│128│1.0│" in rows
+    assert output.count("a column is") == 1
+    assert "(1 of 64 consumer ranks are drawn: --all draws all)" in output
+    assert "reshape on ranks 0..63: none" in output
+    every = run(*args, "--all").output
+    assert every.count("a column is") == 64
+    assert "are drawn" not in every
+
+
+def test_ranks_are_written_short() -> None:
+    texts = [ranks_text(n) for n in ([3], [0, 1], [0, 1, 2], [0, 2, 4], range(0, 100, 2), [*range(9), 99])]
+    assert texts == ["3", "0, 1", "0..2", "0, 2, 4", "0, 2 .. 98", "0, ... 99"]
+
+
+def test_a_thousand_ranks_are_planned_as_few() -> None:
+    """What is planned once is not what is different: every rank names its own source."""
+    shape = EngineShape(1024, 8)
+    cache = CacheSketch("HND", 16, 1, ("l",), 256, 2)
+    reports = report_pair(Pair(shape, shape, cache, cache, TokenRange(0, 64)))
+    assert [report.rank.rank for report in reports] == list(range(1024))
+    assert [report.sources[0].source for report in reports] == [
+        Source(RankId(0, rank), (rank // 128, rank // 128 + 1)) for rank in range(1024)
+    ]
+    assert {report.nbytes for report in reports} == {64 * 512}
+    assert len({id(report.reshapes) for report in reports}) == 1

@@ -55,7 +55,7 @@ def test_a_peer_that_cannot_start_brings_its_traceback_home() -> None:
 
 
 def test_a_peer_ends_at_its_deadline() -> None:
-    peer = SpawnedPeer(Device(), 0.2)
+    peer = SpawnedPeer(Device(), 5.0)
     assert peer.process.wait(20) == 0
     peer.close()
 
