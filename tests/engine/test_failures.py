@@ -106,11 +106,11 @@ def test_a_read_that_never_ends_is_quarantined_and_later_released(
     assert engine.stats()["landing"] == 1  # its word is not given to another pull
     with pytest.raises(PullError, match="is under way"):
         engine.pull(1, short.publish(2), [0, 1, 2])
-    done(short.rank.pull(2, short.publish(3, [1]), [5]))  # others go on
+    done(short.rank.pull(2, short.publish(3, [1]), [5], timeout_s=20))  # others go on
     short.fault.release()
     assert released(short.rank.wait_for()[0]).request_id == 1
     assert busy(engine) == {}
-    done(short.rank.pull(1, short.publish(4, [2]), [0]))
+    done(short.rank.pull(1, short.publish(4, [2]), [0], timeout_s=20))
 
 
 def test_pulls_whose_time_is_over_together_all_say_so(short: Scene) -> None:

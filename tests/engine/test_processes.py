@@ -26,7 +26,7 @@ from tests.helpers import producer_process as at
 from tests.helpers.tagged import SMALL, Model, Side, busy, done, failed
 
 MODEL = Model(layers=4, block=16, blocks=64)
-BRIEF = replace(SMALL, pull_timeout_s=1.5, control_timeout_s=0.8)
+BRIEF = replace(SMALL, pull_timeout_s=4.0, control_timeout_s=2.0)
 
 each_transport = pytest.mark.parametrize(
     "transport",
@@ -89,13 +89,13 @@ def test_a_frozen_peer_is_bounded_and_well_again_when_it_thaws(transport: str) -
         began_s = time.monotonic()
         rank.engine.pull("frozen", second, [3, 4, 5])
         event = rank.wait_for()[0]
-        assert time.monotonic() - began_s < 1.5 + 5 + 3
+        assert time.monotonic() - began_s < 4 + 5 + 10
         if transport == "ucx":  # cma does not need the frozen process at all
             assert isinstance(failed(event).reason, PullTimeoutError | TransportError)
         else:
             done(event)
         process.signal(signal.SIGCONT)
-        done(rank.pull(third, last, [6, 7, 8], timeout_s=15))
+        done(rank.pull(third, last, [6, 7, 8], timeout_s=20))
         deadline_s = time.monotonic() + 10
         while busy(rank.engine):
             assert time.monotonic() < deadline_s, busy(rank.engine)
@@ -168,11 +168,11 @@ def test_whatever_answers_is_bounded_and_named(kind: str) -> None:
         rank, reference = consumer.ranks[0], producer.publish(1, [1], 16)
         began_s = time.monotonic()
         event = failed(rank.pull(1, msgspec.structs.replace(reference, port=port), [2]))
-        assert time.monotonic() - began_s < 0.8 + 2
+        assert time.monotonic() - began_s < 2 + 10
         assert isinstance(event.reason, ControlError)
         assert f"127.0.0.1:{port}" in str(event.reason)
         assert busy(rank.engine) == {}
-        done(rank.pull(2, reference, [2]))
+        done(rank.pull(2, reference, [2], timeout_s=20))
 
 
 @pytest.mark.parametrize("kind", ["garbage", "strange greeting", "half a frame", "closes"])
