@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -53,29 +52,47 @@ class SideChannelClient:
         """
         self.endpoint = endpoint
         self._secret = secret
-        url = endpoint.url()
+        self._url = endpoint.url()
         self._context = zmq.Context()
+        self._last_id = 0
+        self._open = False
+        self._connect()
+
+    def _connect(self) -> None:
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IPV6, 1),
+            (zmq.IMMEDIATE, 1),  # nothing is queued for a server that is not there (yet): it would be done later
+            (zmq.RCVHWM, 4),
             (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
             (zmq.RECONNECT_IVL, 50),
         ):
             self._socket.setsockopt(option, value)
-        if secret is not None:
-            ours = key_pair(secret, "client")
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key_pair(secret, "server").public)
+        if self._secret is not None:
+            ours = key_pair(self._secret, "client")
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, key_pair(self._secret, "server").public)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, ours.private)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
-        self._socket.connect(url)
-        self._last_id = 0
+        self._socket.connect(self._url)
+        self._open = True
         self._connected = self._ready = False
         self._failures = 0
 
+    def _drop(self) -> None:
+        """Close the connection, with everything that was not sent."""
+        if self._open:
+            self._open = False
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+
     def request(self, message: Message, timeout_s: float) -> Message:
         """Send ``message`` and wait for its answer.
+
+        A request that ends without an answer takes its connection with it: what was not sent by then never is,
+        and the next request connects anew. What was sent may still be carried out.
 
         Raises:
             UnreachableError: nobody answered in time, or the connection broke.
@@ -85,22 +102,45 @@ class SideChannelClient:
             KVRDMAError: the server's own error, as the class that it was there.
         """
         self._last_id += 1
+        parts = [_REQUEST_ID.pack(self._last_id), wire.encode(message)]
+        try:
+            if not self._open:
+                self._connect()
+            reply = self._exchange(parts, timeout_s)
+        except BaseException:
+            self._drop()
+            raise
+        if isinstance(reply, Failed):
+            raise _error_of(reply, self.endpoint)
+        return reply
+
+    def _exchange(self, parts: list[bytes], timeout_s: float) -> Message:
+        """Send as soon as there is a connection; all of it within the time."""
         deadline = time.monotonic() + timeout_s
-        with suppress(zmq.Again):  # the connection has failed for good already: the monitor says why
-            self._socket.send_multipart([_REQUEST_ID.pack(self._last_id), wire.encode(message)], zmq.DONTWAIT)
+        sent = False
         while (left_s := deadline - time.monotonic()) > 0:
-            ready = self._wait(left_s)
-            if self._socket in ready:
+            ready = self._wait(left_s, zmq.POLLIN if sent else zmq.POLLIN | zmq.POLLOUT)
+            state = ready.get(self._socket, 0)
+            if state & zmq.POLLIN:
                 reply = self._receive()
                 if reply is not None:
                     return reply
             elif self._monitor in ready:
                 self._follow(recv_monitor_message(self._monitor))
+            elif state & zmq.POLLOUT:
+                sent = self._send(parts)
         raise UnreachableError(self._why_silent(timeout_s))
 
-    def _wait(self, timeout_s: float) -> dict[object, int]:
+    def _send(self, parts: list[bytes]) -> bool:
+        try:
+            self._socket.send_multipart(parts, zmq.DONTWAIT)
+        except zmq.Again:
+            return False  # the connection has just broken: the monitor says why
+        return True
+
+    def _wait(self, timeout_s: float, events: int) -> dict[object, int]:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._socket, events)
         poller.register(self._monitor, zmq.POLLIN)
         return dict(poller.poll(max(1, int(timeout_s * 1e3))))
 
@@ -112,12 +152,9 @@ class SideChannelClient:
         if frames[0] != _REQUEST_ID.pack(self._last_id):
             return None
         try:
-            reply = wire.decode(frames[1])
+            return wire.decode(frames[1])
         except ProtocolVersionError as error:
             raise ProtocolVersionError(f"{self.endpoint}: {error}") from None
-        if isinstance(reply, Failed):
-            raise _error_of(reply, self.endpoint)
-        return reply
 
     def _follow(self, event: Mapping[str, object]) -> None:
         kind, value = event["event"], event["value"]
@@ -163,9 +200,7 @@ class SideChannelClient:
     def close(self) -> None:
         """Drop the connection. Idempotent."""
         if not self._context.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(0)
-            self._socket.close(0)
+            self._drop()
             self._context.destroy(0)
 
     def __enter__(self) -> Self:
