@@ -26,6 +26,8 @@ class ContractBase:
     """Environment of those processes."""
     stale_keys_noticed: ClassVar[bool] = True
     """Whether reading a deregistered region is reported as failed."""
+    timeout_s: ClassVar[float] = 60.0
+    """How long a read may take before its test fails."""
 
     @pytest.fixture(autouse=True)
     def _ends(self) -> Iterator[None]:
@@ -45,7 +47,7 @@ class ContractBase:
 
     def reader(self, nbytes: int) -> Reader:
         """Open a reading end with ``nbytes`` of poison."""
-        return Reader.open(self.open(), nbytes)
+        return Reader.open(self.open(), nbytes, self.timeout_s)
 
     def new_target(self) -> Target:
         """Make a place for a target, in another process if the suite says so."""

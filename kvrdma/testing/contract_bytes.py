@@ -10,7 +10,7 @@ import pytest
 from kvrdma.rows import merge_rows
 from kvrdma.testing import target as at
 from kvrdma.testing.contract_base import SEED, ContractBase
-from kvrdma.testing.target import PAGE, Reader, done, drain, scattered
+from kvrdma.testing.target import PAGE, Reader, done, scattered
 from kvrdma.transport import Device, Peer, ReadId
 
 SIZES = [0, 1, 2, 7, 8, 63, 64, 65, 255, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 65535, 65537, (1 << 20) + 3]
@@ -62,7 +62,7 @@ class BytesContract(ContractBase):
         transport = self.open()
         big = np.zeros(size, np.uint8)
         region = transport.register(big.ctypes.data, size, Device())
-        reader = Reader(transport, big, region)
+        reader = Reader(transport, big, region, self.timeout_s)
         peer = self.connect(reader, target)
         rows = reader.rows([(place + 1024, 0, place, 4096) for place in places])
         done(reader.read(peer, rows))
@@ -174,7 +174,7 @@ class BytesContract(ContractBase):
         reads = {
             reader.transport.read(peer, reader.rows([(i * PAGE, 0, 0, PAGE)])): peer for i, peer in enumerate(peers)
         }
-        for read, ended in drain(reader.transport, set(reads)).items():
+        for read, ended in reader.drain(set(reads)).items():
             assert done(ended).peer == reads[read].id
         expected = np.concatenate([at.pattern(50 + i, PAGE) for i in range(3)])
         np.testing.assert_array_equal(reader.buffer, expected)
@@ -185,7 +185,7 @@ class BytesContract(ContractBase):
         peers = [self.connect(reader, target) for _ in range(100)]
         rows = reader.rows([(i * PAGE, 0, (99 - i) * PAGE, PAGE) for i in range(100)])
         reads = {reader.transport.read(peer, rows[i : i + 1]) for i, peer in enumerate(peers)}
-        for ended in drain(reader.transport, reads).values():
+        for ended in reader.drain(reads).values():
             done(ended)
         reader.check(rows, [at.pattern(SEED, 100 * PAGE)])
         for peer in peers[:50]:
@@ -209,6 +209,6 @@ class BytesContract(ContractBase):
         for thread in threads:
             thread.join()
         assert len(set(reads)) == 8 * 16
-        for ended in drain(reader.transport, set(reads)).values():
+        for ended in reader.drain(set(reads)).values():
             done(ended)
         reader.check(rows, sources)

@@ -21,7 +21,7 @@ from kvrdma.errors import (
 )
 from kvrdma.testing import target as at
 from kvrdma.testing.contract_base import ContractBase
-from kvrdma.testing.target import PAGE, Reader, done, drain
+from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import Completion, Device, Peer, PeerLost, ReadDone, ReadFailed, ReadId, wait
 
 BIG = 32 << 20
@@ -52,7 +52,7 @@ class LifetimeContract(ContractBase):
         reads = {reader.transport.read(peer, reader.rows([(0, 0, 0, PAGE)])) for _ in range(3)}
         for _ in range(2):
             assert wait([reader.transport], 30)
-        drain(reader.transport, reads)
+        reader.drain(reads)
         assert not wait([reader.transport], 0)
 
     def test_completion_carries_the_ids(self) -> None:
@@ -75,7 +75,7 @@ class LifetimeContract(ContractBase):
         reads = {reader.transport.read(peer, rows) for _ in range(4)}
         with pytest.raises(RegionBusyError):
             reader.transport.deregister(reader.region)
-        for ended in drain(reader.transport, reads).values():
+        for ended in reader.drain(reads).values():
             done(ended)
         reader.check(rows, sources)
         reader.transport.deregister(reader.region)
@@ -87,7 +87,7 @@ class LifetimeContract(ContractBase):
         reads = {reader.transport.read(peer, rows) for _ in range(8)}
         with pytest.raises(RegionBusyError):
             reader.transport.deregister(part)
-        drain(reader.transport, reads)
+        reader.drain(reads)
         reader.transport.deregister(part)
 
     def test_regions_and_peers_of_another_transport_are_refused(self) -> None:
@@ -130,7 +130,7 @@ class LifetimeContract(ContractBase):
         reader, target, peer, _ = self.link(BIG, [BIG])
         reads = {reader.transport.read(peer, reader.rows([(0, 0, 0, BIG)])) for _ in range(8)}
         reader.transport.disconnect(peer)
-        for ended in drain(reader.transport, reads).values():
+        for ended in reader.drain(reads).values():
             if isinstance(ended, ReadFailed):
                 assert isinstance(ended.reason, ReadCancelledError | PeerLostError), ended
         again = self.connect(reader, target)
@@ -140,7 +140,7 @@ class LifetimeContract(ContractBase):
         reader, _, peer, _ = self.link(BIG, [BIG])
         reads = {reader.transport.read(peer, reader.rows([(0, 0, 0, BIG)])) for _ in range(8)}
         reader.transport.disconnect(peer)
-        drain(reader.transport, reads)
+        reader.drain(reads)
         reader.buffer[:] = at.POISON
         for _ in range(20):
             reader.transport.poll()
@@ -161,7 +161,7 @@ class LifetimeContract(ContractBase):
         rows = reader.rows([(0, 0, 0, BIG)])
         reads = {reader.transport.read(p, rows): p for p in (peer, other) * 3}
         reader.transport.disconnect(peer)
-        for read, ended in drain(reader.transport, set(reads)).items():
+        for read, ended in reader.drain(set(reads)).items():
             if reads[read] is other:
                 done(ended)
         reader.check(rows, sources)
@@ -200,7 +200,7 @@ class LifetimeContract(ContractBase):
         rows = reader.rows([(0, 0, 0, BIG)])
         reads = {reader.transport.read(peer, rows) for _ in range(8)}
         target.call(at.close_target)
-        ended = drain(reader.transport, reads)
+        ended = reader.drain(reads)
         if any(isinstance(c, ReadDone) for c in ended.values()):
             reader.check(rows, sources)
         assert isinstance(_read_anyway(reader, peer), TransportError)
@@ -220,7 +220,7 @@ class LifetimeContract(ContractBase):
         target = self.target([BIG])
         before = threading.active_count()
         transport = type(self).factory()
-        reader = Reader.open(transport, BIG)
+        reader = Reader.open(transport, BIG, self.timeout_s)
         peer = self.connect(reader, target)
         transport.read(peer, reader.rows([(0, 0, 0, BIG)]))
         if order == "peer first":
@@ -241,7 +241,7 @@ class LifetimeContract(ContractBase):
         start_fds, start_bytes = 0, 0
         for round_ in range(200):
             for _ in range(10):
-                drain(reader.transport, {reader.transport.read(peer, rows[i : i + 7]) for i in range(0, 60, 6)})
+                reader.drain({reader.transport.read(peer, rows[i : i + 7]) for i in range(0, 60, 6)})
             extra = reader.transport.register(reader.buffer.ctypes.data, PAGE, Device())
             again = self.connect(reader, target)
             reader.transport.disconnect(again)

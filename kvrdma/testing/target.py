@@ -106,12 +106,13 @@ class Reader:
     transport: Transport
     buffer: Bytes
     region: Any
+    timeout_s: float = 60.0
 
     @classmethod
-    def open(cls, transport: Transport, nbytes: int) -> Reader:
+    def open(cls, transport: Transport, nbytes: int, timeout_s: float = 60.0) -> Reader:
         """Register ``nbytes`` of poison with ``transport``."""
         buffer = np.full(nbytes, POISON, np.uint8)
-        return cls(transport, buffer, register(transport, buffer))
+        return cls(transport, buffer, register(transport, buffer), timeout_s)
 
     def rows(self, pieces: Sequence[tuple[int, int, int, int]]) -> Rows:
         """Build rows from (offset in this buffer, remote region, remote offset, length)."""
@@ -119,13 +120,25 @@ class Reader:
         rows[:, 0] += np.uint64(self.buffer.ctypes.data)
         return rows
 
-    def read(self, peer: Peer, rows: Rows, timeout_s: float = 60.0) -> Completion:
+    def read(self, peer: Peer, rows: Rows, timeout_s: float | None = None) -> Completion:
         """Post a batch and return how it ended."""
         return self.finish(self.transport.read(peer, rows), timeout_s)
 
-    def finish(self, read: ReadId, timeout_s: float = 60.0) -> Completion:
+    def finish(self, read: ReadId, timeout_s: float | None = None) -> Completion:
         """Return how a posted read ended."""
-        return poll_until(self.transport, read, timeout_s)[-1]
+        return poll_until(self.transport, read, self.timeout_s if timeout_s is None else timeout_s)[-1]
+
+    def drain(self, reads: set[ReadId]) -> dict[ReadId, Completion]:
+        """Poll until every one of ``reads`` has ended; asserts that none ends twice and none is unknown."""
+        ended: dict[ReadId, Completion] = {}
+        while reads - set(ended):
+            for completion in poll_until(self.transport, min(reads - set(ended)), self.timeout_s):
+                if isinstance(completion, PeerLost):
+                    continue
+                assert completion.read in reads, f"unknown read {completion.read}"
+                assert completion.read not in ended, f"read {completion.read} ended twice"
+                ended[completion.read] = completion
+        return ended
 
     def check(self, rows: Rows, sources: Sequence[Bytes]) -> None:
         """Assert that exactly the destinations of ``rows`` changed, to exactly the bytes of ``sources``."""
@@ -145,19 +158,6 @@ def scattered(count: int, block: int, pool: int, seed: int) -> list[tuple[int, i
     rng = np.random.default_rng(seed)
     local, remote = rng.permutation(pool)[:count], rng.permutation(pool)[:count]
     return [(int(a) * block, 0, int(b) * block, block) for a, b in zip(local, remote, strict=True)]
-
-
-def drain(transport: Transport, reads: set[ReadId], timeout_s: float = 60.0) -> dict[ReadId, Completion]:
-    """Poll until every one of ``reads`` has ended; asserts that none ends twice and none is unknown."""
-    ended: dict[ReadId, Completion] = {}
-    while reads - set(ended):
-        for completion in poll_until(transport, min(reads - set(ended)), timeout_s):
-            if isinstance(completion, PeerLost):
-                continue
-            assert completion.read in reads, f"unknown read {completion.read}"
-            assert completion.read not in ended, f"read {completion.read} ended twice"
-            ended[completion.read] = completion
-    return ended
 
 
 def done(completion: Completion) -> ReadDone:

@@ -164,8 +164,11 @@ def test_nobody_there() -> None:
     with socket.socket() as reserved:  # bound, not listening: nothing else takes the port
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        with pytest.raises(UnreachableError, match=rf"nobody listens at 127\.0\.0\.1:{port} \(tried for 0\.3 s"):
+        with pytest.raises(
+            UnreachableError, match=rf"nobody listens at 127\.0\.0\.1:{port} \(tried for 0\.3 s"
+        ) as caught:
             ask(Endpoint("127.0.0.1", port), timeout_s=0.3)
+        assert "link-test" not in str(caught.value)  # an engine asks here as well
 
 
 def test_an_unknown_host() -> None:
