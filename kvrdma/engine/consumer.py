@@ -266,7 +266,9 @@ class Consumer:
         if not isinstance(error, TransportError) or isinstance(error, RowsError):
             pull.fail(error, retryable=False)
             return
-        given_up = isinstance(error, ReadCancelledError)  # by us, for another pull's sake or the caller's
+        # By us, for another pull's sake: its reads are cancelled, and what it posts afterwards is refused.
+        dropped = pull.peer is not None and self._peers.known(pull.wanted.reference) is not pull.peer
+        given_up = dropped or isinstance(error, ReadCancelledError)
         if pull.reason is None:
             pull.strikes += not given_up
         if pull.peer is not None:

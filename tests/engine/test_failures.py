@@ -41,7 +41,7 @@ def test_one_failure_is_retried_on_a_fresh_connection(scene: Scene, fault: Fault
     assert scene.rank.cache.wrong(1, [0, 1, 2], range(12)) == []
     stats = scene.rank.engine.stats()
     assert (stats["pulls_retried"], stats["handshakes"], stats["pulls_failed"]) == (1, 2, 0)
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
 
 
 @pytest.mark.parametrize("at", [0, 1, 2], ids=["word before", "data", "word after"])
@@ -50,7 +50,7 @@ def test_two_failures_are_the_end(scene: Scene, at: int) -> None:
     event = failed(scene.rank.pull(1, scene.publish(), [0, 1, 2]))
     assert isinstance(event.reason, TransportError)
     assert (event.attempts, event.quarantined) == (2, False)
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
     assert ended(scene.sender.wait_for()[0]).how is End.DONE  # the producer is told all the same
 
 
@@ -90,7 +90,7 @@ def test_a_read_that_ends_with_its_connection_is_failed_at_the_deadline(short: S
     assert isinstance(event.reason, PullTimeoutError)
     assert not event.quarantined
     assert 0.5 <= time.monotonic() - began_s < 8
-    assert busy(short.rank.engine) == {}
+    until(lambda: busy(short.rank.engine) == {})
 
 
 def test_a_read_that_never_ends_is_quarantined_and_later_released(
@@ -109,7 +109,7 @@ def test_a_read_that_never_ends_is_quarantined_and_later_released(
     done(short.rank.pull(2, short.publish(3, [1]), [5], timeout_s=20))  # others go on
     short.fault.release()
     assert released(short.rank.wait_for()[0]).request_id == 1
-    assert busy(engine) == {}
+    until(lambda: busy(engine) == {})
     done(short.rank.pull(1, short.publish(4, [2]), [0], timeout_s=20))
 
 
@@ -140,7 +140,7 @@ def test_what_never_ends_is_quarantined_at_close(monkeypatch: pytest.MonkeyPatch
 
 def test_close_ends_every_pull_and_publication_once() -> None:
     scene = Scene()
-    reference = scene.publish()
+    reference = scene.publish(1, [8])
     scene.fault.inject(WORD, Fault.LATE)
     for number in range(5):
         scene.rank.engine.pull(number, reference, [number])
@@ -150,7 +150,7 @@ def test_close_ends_every_pull_and_publication_once() -> None:
     assert sorted(str(event.request_id) for event in events) == list("01234")
     assert all(isinstance(failed(event).reason, PullAbortedError) for event in events)
     assert not any(failed(event).quarantined for event in events)
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
     for call in (lambda: scene.rank.engine.pull(9, reference, [0]), lambda: scene.rank.engine.publish(9, [0], 1)):
         with pytest.raises(TransportClosedError):
             call()

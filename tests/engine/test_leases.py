@@ -68,7 +68,7 @@ def test_a_lease_that_ends_while_the_data_is_on_its_way(how: str) -> None:
     assert isinstance(event.reason, LeaseRevokedError)
     assert "before the data had arrived" in str(event.reason)
     assert not event.quarantined
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
     scene.close()
 
 
@@ -96,7 +96,7 @@ def test_a_rank_that_never_publishes_is_a_timeout(short: Scene) -> None:
     event = failed(short.rank.pull(1, replace_lease(short.publish(1), 3, 10), [0, 1, 2]))
     assert isinstance(event.reason, PullTimeoutError)
     assert "waiting for 1 ranks to publish" in str(event.reason)
-    assert busy(short.rank.engine) == {}
+    until(lambda: busy(short.rank.engine) == {})
 
 
 def replace_lease(reference: PullReference, slot: int, generation_plus: int) -> PullReference:
@@ -112,7 +112,7 @@ def test_hold_keeps_a_lease_alive_under_a_stalled_caller() -> None:
     assert scene.sender.engine.poll() == []
     assert scene.rank.engine.stats()["held"] == 1
     done(scene.rank.pull(1, reference, [0, 1, 2]))
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
     scene.close()
 
 
@@ -120,7 +120,7 @@ def test_a_hold_ends_by_itself_and_then_the_lease_does() -> None:
     scene = Scene(replace(SMALL, lease_s=0.5))
     scene.rank.engine.hold(1, scene.publish(), for_s=0.8)
     assert ended(scene.sender.wait_for()[0]).how is End.EXPIRED
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
     scene.close()
 
 
@@ -140,7 +140,7 @@ def test_decline_tells_the_producer_and_reports_nothing(scene: Scene) -> None:
     scene.rank.engine.decline(scene.publish())
     assert ended(scene.sender.wait_for()[0]).how is End.DONE
     assert scene.rank.engine.poll() == []
-    assert busy(scene.rank.engine) == {}
+    until(lambda: busy(scene.rank.engine) == {})
 
 
 def test_every_lease_taken() -> None:
