@@ -259,6 +259,7 @@ class Engine:
             PlanError: more tokens are asked for than were published.
             PullError: a pull of that id is under way.
         """
+        self._require_open()
         reference = _reference(reference)
         spans = spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
