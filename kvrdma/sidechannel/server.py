@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import threading
@@ -12,6 +13,7 @@ import zmq
 
 from kvrdma import wire
 from kvrdma.errors import ConfigError, KVRDMAError, MessageError, ProtocolVersionError
+from kvrdma.sidechannel.backlog import BacklogWatch
 from kvrdma.sidechannel.curve import admit, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.sidechannel.holder import port_holder
@@ -21,6 +23,10 @@ Handler = Callable[[Message], Message]
 
 _ZAP_URL = "inproc://zeromq.zap.01"
 _CLOSE_TIMEOUT_S = 5.0
+_MAX_WAITING = 4
+"""Requests of one connection that wait here; the others wait in the kernel's buffers and at their sender."""
+_MAX_UNSENT = 64
+"""Answers to one connection that wait to be sent; the others are dropped."""
 _log = logging.getLogger(__name__)
 
 
@@ -40,6 +46,12 @@ class SideChannelServer:
 
     The handler runs in the server's thread. A ``KVRDMAError``, ``OSError`` or ``MemoryError`` from it becomes
     a ``Failed`` answer; any other exception is a defect: it ends the thread and comes out of ``close``.
+
+    What peers can make it hold: 4 requests of a connection, each of 2 frames of at most 4 MiB; 64 answers of a
+    connection that reads none. A peer whose messages are no such requests, or never end, is shut out when it has
+    sent 64 MiB that were not taken, or the most where all have sent 256 MiB, by a look every 50 ms: what a fast
+    link brings in that time comes on top. The number of connections is bounded by the descriptors of the process
+    only, two of which each takes. With a secret, those who do not hold it are turned away before their first message.
     """
 
     def __init__(self, bind: Endpoint, handler: Handler, secret: str | None = None, *, insecure: bool = False) -> None:
@@ -87,6 +99,8 @@ class SideChannelServer:
         router = self._router
         router.setsockopt(zmq.IPV6, 1)
         router.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
+        router.setsockopt(zmq.RCVHWM, _MAX_WAITING)
+        router.setsockopt(zmq.SNDHWM, _MAX_UNSENT)
         router.setsockopt(zmq.HANDSHAKE_IVL, 5000)
         router.setsockopt(zmq.SNDTIMEO, 0)
         self._zap: zmq.Socket[bytes] | None = None
@@ -95,9 +109,12 @@ class SideChannelServer:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, key_pair(secret, "server").private)
             router.setsockopt(zmq.ZAP_DOMAIN, b"kvrdma")
+        url = bind.url()
+        self._watch = BacklogWatch(router)
         try:
-            router.bind(bind.url())
+            router.bind(url)
         except zmq.ZMQError as error:
+            self._end_watch()
             holder = port_holder(bind.port) if error.errno == errno.EADDRINUSE else ""
             raise ConfigError(
                 f"cannot listen at {bind}: {error.strerror}{', held by ' if holder else ''}{holder}; choose another "
@@ -106,6 +123,10 @@ class SideChannelServer:
             ) from error
         last = router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = Endpoint(bind.host, int(last.rpartition(":")[2]))
+
+    def _end_watch(self) -> None:
+        self._router.disable_monitor()
+        self._watch.join(_CLOSE_TIMEOUT_S)
 
     @property
     def alive(self) -> bool:
@@ -136,6 +157,7 @@ class SideChannelServer:
             self._defect = error
             _log.exception("control channel at %s ended by a defect", self.endpoint)
         finally:
+            self._end_watch()
             for each in (self._router, self._zap, self._stopping):
                 if each is not None:
                     each.close()
@@ -152,7 +174,14 @@ class SideChannelServer:
             if self._zap is not None and self._zap in ready:
                 self._check_client(self._zap)
             if self._router in ready:
-                self._answer(self._router.recv_multipart())
+                self._answer(self._take())
+
+    def _take(self) -> list[bytes]:
+        """Take one message from the queue."""
+        frames = self._router.recv_multipart(copy=False)
+        with contextlib.suppress(zmq.ZMQError):  # not told of peers that speak a ZMTP before 3: none of ours
+            self._watch.taken(int(frames[-1].get(zmq.SRCFD)))
+        return [frame.bytes for frame in frames]
 
     def _check_client(self, zap: zmq.Socket[bytes]) -> None:
         reply = admit(zap.recv_multipart(), self._client_public or b"")
