@@ -2,7 +2,7 @@
 
 Done messages, heartbeats and goodbyes are sent at least once: each is repeated until its receiver has answered
 or its time is over. Receivers take duplicates as nothing new. A mailbox that is gone costs a bounded queue and no
-other mailbox anything.
+other mailbox anything; what was given up before it came back does not reach it, unless its system had it already.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ _REQUEST_ID = struct.Struct("<Q")
 _REPEAT_S = 1.0
 _IDLE_S = 60.0
 _MAX_PENDING = 10_000
+_MAX_UNSENT = 100
+"""Messages in ZMQ's queue of a mailbox that is connected and does not read."""
+_REOPEN_S = 5.0
 _CLOSE_S = 1.0
 _log = logging.getLogger(__name__)
 
@@ -44,8 +47,8 @@ class _Letter:
 class _Box:
     socket: zmq.Socket[bytes]
     used_s: float
-    dead: bool = False
-    """Its socket takes nothing: a connection that failed by its protocol is not made again by ZMQ."""
+    blocked_s: float | None = None
+    """Since when its socket takes nothing: not connected (yet), or a full queue."""
     letters: dict[int, _Letter] = field(default_factory=dict)
 
 
@@ -103,12 +106,12 @@ class Outbox:
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             for box in self._boxes.values():
-                poller.register(box.socket, zmq.POLLIN)
+                poller.register(box.socket, zmq.POLLIN if box.blocked_s is None else zmq.POLLIN | zmq.POLLOUT)
             ready = dict(poller.poll(200 if self.pending() else 5000))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             for box in self._boxes.values():
-                if box.socket in ready:
+                if ready.get(box.socket, 0) & zmq.POLLIN:
                     self._take_answers(box)
             self._post_new()
             self._repeat_and_drop(self._clock())
@@ -133,38 +136,50 @@ class Outbox:
 
     def _repeat_and_drop(self, now_s: float) -> None:
         for endpoint, box in list(self._boxes.items()):
-            if box.dead:
+            stale = self._expire(box, now_s)
+            # A connection that failed by its protocol is not made again by ZMQ.
+            if stale or (box.blocked_s is not None and box.blocked_s + _REOPEN_S <= now_s):
                 self._reopen(endpoint, box)
                 continue
-            for letter in list(box.letters.values()):
-                if letter.until_s <= now_s:
-                    del box.letters[letter.number]
-                    self.lost += 1
-                elif letter.sent_s + _REPEAT_S <= now_s:
-                    self._transmit(box, letter, now_s)
+            due = [letter for letter in box.letters.values() if letter.sent_s + _REPEAT_S <= now_s]
+            for letter in due:
+                if not self._transmit(box, letter, now_s):
+                    break
             if box.letters:
                 box.used_s = now_s
             elif now_s - box.used_s > _IDLE_S:
                 box.socket.close(0)
                 del self._boxes[endpoint]
 
-    def _transmit(self, box: _Box, letter: _Letter, now_s: float) -> None:
-        letter.sent_s = now_s
+    def _expire(self, box: _Box, now_s: float) -> bool:
+        """Give up what is too late; true if a copy of it may still wait in the socket."""
+        late = [letter for letter in box.letters.values() if letter.until_s <= now_s]
+        for letter in late:
+            del box.letters[letter.number]
+        self.lost += len(late)
+        return any(letter.sent_s > float("-inf") for letter in late)
+
+    def _transmit(self, box: _Box, letter: _Letter, now_s: float) -> bool:
         try:
             box.socket.send_multipart([_REQUEST_ID.pack(letter.number), letter.frame], zmq.DONTWAIT)
         except zmq.Again:
-            box.dead = True  # until it is opened anew, a second later
+            if box.blocked_s is None:
+                box.blocked_s = now_s
+            return False
+        letter.sent_s, box.blocked_s = now_s, None
+        return True
 
     def _reopen(self, endpoint: Endpoint, box: _Box) -> None:
-        if any(letter.sent_s + _REPEAT_S > self._clock() for letter in box.letters.values()):
-            return
+        """Close the socket, with everything that was not sent, and connect anew."""
         box.socket.close(0)
         del self._boxes[endpoint]
         new = self._open(endpoint)
         if new is None:
             self.lost += len(box.letters)
-        else:
-            new.letters = box.letters
+            return
+        new.letters = box.letters
+        for letter in new.letters.values():
+            letter.sent_s = float("-inf")
 
     def _open(self, endpoint: Endpoint) -> _Box | None:
         socket = self._context.socket(zmq.DEALER)
@@ -172,7 +187,9 @@ class Outbox:
             (zmq.LINGER, 0),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES),
-            (zmq.SNDHWM, _MAX_PENDING),
+            (zmq.IMMEDIATE, 1),  # nothing is queued for a mailbox that is not there (yet): it would come late
+            (zmq.SNDHWM, _MAX_UNSENT),
+            (zmq.RCVHWM, _MAX_UNSENT),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
         ):

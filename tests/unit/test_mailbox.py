@@ -12,7 +12,7 @@ import pytest
 from kvrdma.errors import MessageError
 from kvrdma.mailbox import Outbox
 from kvrdma.sidechannel import Endpoint, SideChannelServer
-from kvrdma.wire import Goodbye, Message, Noted
+from kvrdma.wire import Goodbye, Heartbeat, Message, Noted
 
 ANY = Endpoint("127.0.0.1", 0)
 
@@ -75,6 +75,43 @@ def test_a_message_waits_for_its_receiver_to_come_back(outbox: Outbox) -> None:
     assert second.got[0] == Goodbye("c", 1)
     until(lambda: outbox.pending() == 0)
     second.server.close()
+
+
+def test_a_message_that_was_given_up_does_not_come_late(outbox: Outbox) -> None:
+    first = Mailbox()
+    endpoint = first.server.endpoint
+    first.server.close()
+    for number in range(3):
+        outbox.send(endpoint, Goodbye("c", number), 0.1)
+    until(lambda: outbox.lost == 3)
+    outbox.send(endpoint, Goodbye("c", 3), 30)
+    second = Mailbox(endpoint)
+    until(lambda: outbox.pending() == 0)
+    time.sleep(0.2)
+    assert second.got == [Goodbye("c", 3)]
+    second.server.close()
+
+
+def test_a_mailbox_that_does_not_read_gets_nothing_late(outbox: Outbox) -> None:
+    """More than the systems between buffer: the rest waits on this side, and dies there when it is given up."""
+    held = threading.Event()
+
+    class Stuck(Mailbox):
+        def take(self, message: Message) -> Message:
+            held.wait(60)
+            return super().take(message)
+
+    box = Stuck()
+    leases = tuple((slot, 1) for slot in range(65536, 2 * 65536 - 1))
+    for number in range(120):
+        outbox.send(box.server.endpoint, Heartbeat((*leases, (number, 1))), 2)
+    until(lambda: outbox.lost == 120, 60)
+    outbox.send(box.server.endpoint, Goodbye("c", 1), 60)
+    held.set()
+    until(lambda: outbox.pending() == 0, 60)
+    assert Goodbye("c", 1) in box.got
+    assert len(box.got) < 100
+    box.server.close()
 
 
 def test_a_dead_mailbox_costs_a_bounded_time_and_others_nothing(outbox: Outbox) -> None:
