@@ -19,12 +19,11 @@ from kvrdma.errors import LayoutError
 
 Kind: TypeAlias = Literal["attention", "mla", "cpu", "state"]
 
-KNOWN_FORMATS = """known formats (B blocks, H kv heads, N tokens, C content, 2 keys and values):
-  attention  BHNC or BNHC, any strides with C innermost; C holds keys then values
-  attention  2BHNC, 2BNHC, B2HNC, B2NHC, or a (keys, values) pair of BHNC or BNHC tensors
-  mla        BNC, BHNC or BNHC with H = 1
-  cpu        BHNC with each (block, head) dense: keys [D, N], then values [N, D] (not packed for AMX)
-  state      B first, each block dense; moved whole"""
+KNOWN_FORMATS = (
+    "known formats: attention BHNC, BNHC, 2BHNC, 2BNHC, B2HNC, B2NHC (C innermost: keys, then values) or a (keys, "
+    "values) pair of BHNC or BNHC; mla BNC, or BHNC and BNHC with H = 1; cpu BHNC, each (block, head) dense: keys "
+    "[D, N], then values [N, D]; state B first, each block dense (B blocks, H kv heads, N tokens, C content)"
+)
 _DIMS: dict[str, tuple[str, ...]] = {
     "attention": ("BHNC", "BNHC", "2BHNC", "2BNHC", "B2HNC", "B2NHC"),
     "pair": ("BHNC", "BNHC"),
@@ -207,13 +206,17 @@ def _geometry(view: TensorView) -> tuple[object, ...]:
 def _unknown(layer: str, view: TensorView, why: str) -> LayoutError:
     return LayoutError(
         f"layer {layer}: cannot use a tensor of shape {view.shape}, byte strides {view.strides}, dtype "
-        f"{view.dtype}: {why}. {KNOWN_FORMATS}"
+        f"{view.dtype}: {why}\n{KNOWN_FORMATS}"
     )
 
 
 def _find_dims(layer: str, tensors: Sequence[TensorView], spec: LayerSpec) -> str:
     view, heads = tensors[0], spec.heads[1] - spec.heads[0]
     known = _DIMS["pair" if len(tensors) == 2 else spec.kind]
+    axes = sorted({len(dims) for dims in known})
+    if len(view.shape) not in axes:
+        needed = " or ".join(map(str, axes))
+        raise _unknown(layer, view, f"it has {len(view.shape)} axes, {spec.kind} needs {needed}")
     wanted = [spec.dims] if spec.dims else [d for d in known if len(d) == len(view.shape)]
 
     def fits(dims: str) -> bool:

@@ -17,8 +17,9 @@ from kvrdma.bench.report import CaseReport
 _PLAIN_WIDTH = 120
 _MIN_WIDTH = 80
 _LEGEND = (
-    "medians; merged: rows after merging; held: how long posting held the caller; memcpy: share of one thread "
-    "copying the same rows"
+    "connect: exchange of keys until the peer can be read. first read: the first rows after that, with all set-up.",
+    "Table: medians. merged: rows after merging adjacent ones. held: how long posting a read held its caller.",
+    "memcpy: speed as a share of one thread's that copies the same rows within this process, in turns with the reads.",
 )
 
 
@@ -67,7 +68,8 @@ def print_result(result: LinkResult, request: str) -> None:
         console.print(f"UCX {report.ucx['version']} from {report.ucx['library']}", highlight=False)
     console.print(f"connect {report.connect_ms:.1f} ms, first read {report.first_read_ms:.1f} ms")
     console.print(_table(report.cases))
-    console.print(_LEGEND, style="dim")
+    for line in _LEGEND:
+        console.print(line, style="dim", highlight=False)
     if request:
         for case in report.cases:
             console.print(answer(case, request), highlight=False)

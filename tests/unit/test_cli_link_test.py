@@ -80,6 +80,8 @@ def test_the_table_says_what_was_measured() -> None:
     assert done.returncode == 0, done.stderr
     assert "memory via memmove: one-sided, memory cpu" in done.stdout
     assert re.search(r"connect \d+\.\d ms, first read \d+\.\d ms", done.stdout)
+    for word in ("connect:", "first read:", "merged:", "held:", "memcpy:"):
+        assert word in done.stdout  # a footnote says what it means
     rows = [line for line in done.stdout.splitlines() if "verified" in line]
     assert len(rows) == 6
     assert re.match(r"contig +4 KiB +16 +1 +0\.1 ", rows[0])
@@ -119,6 +121,15 @@ def test_help_documents_every_exit_code() -> None:
     done = CliRunner().invoke(main, ["link-test", "--help"])
     documented = {int(number) for number in re.findall(r"^ +(\d+) {2,}\w", done.output, re.MULTILINE)}
     assert documented == {0, 130} | {code for _, code in EXIT_CODES}
+
+
+def test_help_of_serve_lists_what_serve_can_return_and_either_name_of_the_strict_mode_works() -> None:
+    served = CliRunner().invoke(main, ["link-test", "serve", "--help"]).output
+    documented = {int(number) for number in re.findall(r"^ +(\d+) {2,}\w", served, re.MULTILINE)}
+    assert documented == {0, 1, 2, 3}
+    helped = CliRunner().invoke(main, ["link-test", "--help"]).output
+    assert "--require-rdma, --require-one-sided" in helped
+    assert not re.search(r"\[default: \(", helped)
 
 
 def test_every_error_has_its_exit_code() -> None:

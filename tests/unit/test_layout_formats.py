@@ -153,7 +153,10 @@ STATE = LayerSpec((0, 1), 1, 1, "state")
         (np.broadcast_to(z(1, 4, 16, 12), (3, 4, 16, 12)), ATTENTION, "axis B steps 0 bytes"),
         (z(3, 5, 16, 12), ATTENTION, "4 heads and blocks of 16 tokens"),
         (z(3, 4, 12, 12), ATTENTION, "4 heads and blocks of 16 tokens"),
-        (z(3, 4, 16), ATTENTION, "4 heads and blocks of 16 tokens"),
+        (z(3, 4, 16), ATTENTION, "it has 3 axes, attention needs 4 or 5"),
+        (z(3, 40), ATTENTION, "it has 2 axes, attention needs 4 or 5"),
+        (z(3, 40), MLA, "it has 2 axes, mla needs 3 or 4"),
+        ((z(3, 40), z(3, 40)), ATTENTION, "it has 2 axes, attention needs 4"),
         (z(3, 3, 4, 16, 6), ATTENTION, "4 heads and blocks of 16 tokens"),
         (z(3, 4, 16, 13), CPU, "equal size"),
         (z(3, 16, 4, 12).transpose(0, 2, 1, 3), CPU, "dense"),
@@ -175,6 +178,8 @@ def test_unknown_is_refused_with_shape_strides_and_what_is_known(tensor: object,
     assert isinstance(first, np.ndarray)
     for part in ("layer a", str(first.shape), str(first.strides), "known formats", "2BNHC", "keys [D, N]"):
         assert part in message
+    assert message.count("known formats") == 1
+    assert message.count("\n") == 1
 
 
 def test_dims_settle_a_doubt() -> None:
