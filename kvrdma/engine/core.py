@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from kvrdma import __version__, handshake
 from kvrdma.config import Config
+from kvrdma.engine.arguments import check_caches, check_published
 from kvrdma.engine.background import Background
 from kvrdma.engine.consumer import Consumer
 from kvrdma.engine.events import Event, Stats
@@ -78,6 +79,7 @@ class Engine:
             LayoutError, RegistrationError, ConfigError: a cache, or a setting, cannot be used.
             UnreachableError: the endpoint cannot be bound, or the leader does not answer.
         """
+        check_caches(caches, specs)
         self.config = config or Config.from_env()
         self.identity = identity
         self._start_id = 1 + secrets.randbelow(1 << 52)
@@ -206,8 +208,7 @@ class Engine:
         """
         self._require_open()
         groups = groups_of(blocks)
-        if num_tokens < 0 or any(block < 0 for group in groups for block in group):
-            raise PlanError(f"request {request_id!r}: num_tokens {num_tokens} and block ids must not be negative")
+        check_published(request_id, self.layout, groups, num_tokens)
         key = self._producer.publish(request_id, consumers, lease)
         return PullReference(
             engine_id=self.identity.engine_id,
