@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+from types import SimpleNamespace
 
 import pytest
 
+from kvrdma.testing import PeerProcess
+from kvrdma.testing import target as at
+from kvrdma.testing.target import PAGE, Reader, done
+from kvrdma.transport import Completion, PeerLost, ReadDone, ReadFailed, wait
+from kvrdma_ucx import UcxTransport
+
 pytestmark = pytest.mark.needs("ucx")
+
+BIG = 64 << 20
 
 
 def _run(script: str, *argv: str) -> str:
@@ -132,3 +144,81 @@ def test_a_forked_child_does_not_take_its_parents_outcomes() -> None:
         at.done(poll_until(reader.transport, read, 1)[-1])
         """)
     assert out == "0 True"
+
+
+def _fork(state: SimpleNamespace) -> int:
+    """Leave a child behind that does nothing for a while."""
+    state.child = os.fork()
+    if state.child == 0:
+        time.sleep(30)
+        os._exit(0)
+    return int(state.child)
+
+
+def test_a_killed_peer_is_lost_at_once_though_a_child_of_it_lives_on() -> None:
+    with PeerProcess() as process:
+        process.call(at.open_target, UcxTransport, [BIG], 1)
+        reader = Reader.open(UcxTransport(), BIG)
+        peer = reader.transport.connect(*process.call(at.exports))
+        done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
+        child = process.call(_fork)
+        try:
+            read = reader.transport.read(peer, reader.rows([(0, 0, 0, BIG)]))
+            start = time.monotonic()
+            process.kill()
+            ended: list[Completion] = []
+            while not any(isinstance(event, PeerLost) for event in ended):
+                assert wait([reader.transport], start + 2 - time.monotonic()), "no loss within 2 s"
+                ended += reader.transport.poll()
+            assert [type(event) for event in ended] in ([ReadFailed, PeerLost], [ReadDone, PeerLost])
+            assert ended[0].read == read  # type: ignore[union-attr]
+            os.kill(child, 0)  # still there
+        finally:
+            os.kill(child, signal.SIGKILL)
+            reader.transport.close()
+
+
+def test_a_forked_child_keeps_its_own_sockets_and_harms_no_transport() -> None:
+    out = _run("""
+        import os, socket
+        from types import SimpleNamespace
+        from kvrdma.testing import target as at
+        from kvrdma_ucx import UcxTransport
+        mine, yours = socket.socketpair()
+        listener = socket.create_server(("127.0.0.1", 0))
+        target = SimpleNamespace()
+        at.open_target(target, UcxTransport, [at.PAGE], 1)
+        reader = at.Reader.open(UcxTransport(), at.PAGE)
+        peer = reader.transport.connect(*at.exports(target))
+        rows = reader.rows([(0, 0, 0, at.PAGE)])
+        at.done(reader.read(peer, rows))
+        child = os.fork()
+        if child == 0:
+            yours.sendall(b"alive")
+            links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
+            # 3 sockets are this script's.
+            os._exit(sum(link.startswith("socket:") for link in links))
+        sockets = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(sockets, mine.recv(5), listener.getsockname()[0])
+        at.done(reader.read(peer, rows))
+        reader.check(rows, target.buffers)
+        """)
+    assert out == "3 b'alive' 127.0.0.1"
+
+
+def test_no_socket_of_a_connection_survives_exec() -> None:
+    """subprocess closes what it inherits; os.system() and others do not."""
+    out = _run("""
+        import os, subprocess
+        from types import SimpleNamespace
+        from kvrdma.testing import target as at
+        from kvrdma_ucx import UcxTransport
+        target = SimpleNamespace()
+        at.open_target(target, UcxTransport, [at.PAGE], 1)
+        reader = at.Reader.open(UcxTransport(), at.PAGE)
+        peer = reader.transport.connect(*at.exports(target))
+        at.done(reader.read(peer, reader.rows([(0, 0, 0, at.PAGE)])))
+        listing = subprocess.run(["ls", "-l", "/proc/self/fd"], close_fds=False, capture_output=True, text=True)
+        print(listing.stdout.count("socket:"))
+        """)
+    assert out == "0"

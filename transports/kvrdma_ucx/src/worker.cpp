@@ -104,6 +104,7 @@ void Worker::create_workers() {
         throw_unless_ok(ucp_worker_get_efd(worker, &fd), "TransportUnavailableError", "UCX worker has no wakeup fd");
         watch(poll_fd_, fd);
     }
+    fork_guard_.begin(poll_fd_);
 }
 
 void Worker::submit(Command command) {
@@ -168,6 +169,7 @@ void Worker::execute(ConnectCommand &command) {
                                                    command.connecting);
         Endpoint &added = *endpoints_.emplace(id, std::move(endpoint)).first->second;
         added.connect(endpoints_.begin()->first);
+        fork_guard_.mark();
     } catch (const StatusError &error) {
         command.connecting->end({error.kind(), error.what(), error.code()});
     }
@@ -217,6 +219,8 @@ bool Worker::work() {
 }
 
 void Worker::greet() {
+    if (!greetings_.empty() || !answers_.empty())
+        fork_guard_.mark(); // whoever greets or answers has a connection
     for (Greeting &greeting : std::exchange(greetings_, {})) {
         for (auto &[id, consumer] : consumers_)
             if (consumer->is_from(greeting.address) && consumer->peer() < greeting.hello.oldest)
@@ -285,6 +289,7 @@ void Worker::sleep() {
 void Worker::shut_down() {
     std::map<uint64_t, std::unique_ptr<Endpoint>> left;
     left.swap(endpoints_);
+    fork_guard_.end(); // the sets are UCX's, and end with its workers
     for (ucp_worker_h *worker : {&reader_, &server_})
         if (*worker)
             ucp_worker_destroy(std::exchange(*worker, nullptr));

@@ -17,6 +17,7 @@
 
 #include "consumer.hpp"
 #include "endpoint.hpp"
+#include "fork.hpp"
 
 namespace kvrdma::ucx {
 
@@ -85,6 +86,7 @@ class Worker {
     ucp_worker_h &reader_ = shared_.worker;
     std::string address_;
     int poll_fd_ = -1, command_fd_ = -1;
+    ForkGuard fork_guard_;
 
     std::mutex mutex_;
     std::vector<Command> commands_;
