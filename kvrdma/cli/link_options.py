@@ -76,7 +76,7 @@ _OPTIONS = (
                  help=f"Measured reads of a case. Unless given: {_DEFAULT_ITERS}, fewer (at least 3) where the test "
                  "would take longer than 10 s."),
     click.option("--model", default=None, metavar="NAME", help=f"KV-shaped blocks: {', '.join(MODELS)}."),
-    click.option("--layers", type=click.IntRange(1, 10_000), help="With --kv-heads and --head-dim, instead of --model."),
+    click.option("--layers", type=click.IntRange(1, 10_000), help="With --kv-heads, --head-dim; not --model."),
     click.option("--kv-heads", type=click.IntRange(1, 10_000), help="Of the whole model."),
     click.option("--head-dim", type=click.IntRange(1, 65_536), help="Elements of a head."),
     click.option("--dtype", type=click.Choice(list(DTYPE_BYTES)), help="Of the cache; bfloat16 unless given."),
