@@ -27,7 +27,7 @@ from kvrdma.errors import (
 from kvrdma.rows import as_rows
 from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
-from kvrdma.testing.target import PAGE, Reader, done, drain, scattered
+from kvrdma.testing.target import PAGE, Reader, done, scattered
 from kvrdma.transport import Device, PeerLost, ReadFailed, poll_until, wait
 from kvrdma_ucx import UcxTransport
 from kvrdma_ucx.blobs import UcxAddress
@@ -235,7 +235,7 @@ def test_short_reads_are_not_stuck_behind_long_ones() -> None:
     short = reader.transport.read(peer, reader.rows([(0, 0, 0, 64)]))
     ended = poll_until(reader.transport, short)
     assert len(ended) == 1, "the short read ended after a long one"
-    drain(reader.transport, set(long))
+    reader.drain(set(long))
     for transport in (reader.transport, target.transport):
         transport.close()
 
@@ -251,7 +251,7 @@ def test_many_peers_and_reads_in_turn() -> None:
         pieces = [(index * 64 * PAGE + a, 0, b, n) for a, _, b, n in scattered(32, PAGE, 64, index)]
         rows.append(reader.rows(pieces))
         reads.add(reader.transport.read(peer, rows[-1]))
-    for ended in drain(reader.transport, reads).values():
+    for ended in reader.drain(reads).values():
         done(ended)
     everything = as_rows(np.concatenate([part + np.array([0, i, 0, 0], np.uint64) for i, part in enumerate(rows)]))
     reader.check(everything, [target.buffers[0] for target in targets])

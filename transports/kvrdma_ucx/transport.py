@@ -115,7 +115,14 @@ class UcxTransport:
         )
 
     def register(self, addr: int, nbytes: int, device: Device) -> Region:
-        """Register memory; the cookie of the new region is valid before this returns."""
+        """Register memory; the cookie of the new region is valid before this returns.
+
+        Of CUDA memory: UCX registers the whole allocation it lies in. One transport works with the context of one
+        GPU, that of the last registration. Its reads are ordered with no stream: no kernel may still use the
+        destination when a read is posted, and kernels launched after ``poll`` has reported it see the bytes. Served
+        reads are copied through host memory on the default stream, which waits for the kernels of streams that
+        are not non-blocking.
+        """
         if not (0 < addr < 1 << 64 and 0 < nbytes < 1 << 64):
             raise RegistrationError(f"ucx cannot register {nbytes} bytes at {addr:#x}")
         number, slot, cookie, rkey = self._core.register(addr, nbytes, _gpu(device))

@@ -25,6 +25,7 @@ struct Driver {
     int (*flush_rdma_writes)(int, int) = nullptr;
     int (*copy_to_host)(void *, uint64_t, size_t) = nullptr;
     int (*copy_to_device)(uint64_t, const void *, size_t) = nullptr;
+    int (*wait_for_stream)(void *) = nullptr;
     bool loaded = false;
 
     Driver() {
@@ -34,8 +35,10 @@ struct Driver {
                  find(library, "cuDevicePrimaryCtxRetain", retain_primary) &&
                  find(library, "cuDeviceGetAttribute", get_device_attribute) &&
                  find(library, "cuMemcpyDtoH_v2", copy_to_host) && find(library, "cuMemcpyHtoD_v2", copy_to_device);
-        if (loaded) // CUDA 11.3 and newer
-            find(library, "cuFlushGPUDirectRDMAWrites", flush_rdma_writes);
+        if (!loaded)
+            return;
+        find(library, "cuStreamSynchronize", wait_for_stream);
+        find(library, "cuFlushGPUDirectRDMAWrites", flush_rdma_writes); // CUDA 11.3 and newer
     }
 
     template <typename Function> static bool find(void *library, const char *name, Function &function) {
@@ -93,6 +96,8 @@ int copy_in(uint64_t to, const void *from, size_t nbytes, bool cuda) noexcept {
     std::memcpy(reinterpret_cast<void *>(to), from, nbytes);
     return 0;
 }
+
+int finish_copies() noexcept { return driver().wait_for_stream ? driver().wait_for_stream(nullptr) : 0; }
 
 bool needs_write_flush(int index) noexcept {
     if (!driver().loaded || !driver().flush_rdma_writes)

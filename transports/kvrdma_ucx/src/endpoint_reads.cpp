@@ -220,6 +220,12 @@ void Endpoint::compare(const CookieCheck &check) {
 void Endpoint::end_read(Read &read) {
     if (closing_ && !read.failure)
         read.failure = failure_;
+    const auto on_gpu = [this](uint32_t slot) { return shared_.regions.type(slot) == UCS_MEMORY_TYPE_CUDA; };
+    const bool copied = !one_sided_ && std::any_of(read.local_slots.begin(), read.local_slots.end(), on_gpu);
+    const int error = copied ? finish_copies() : 0; // of a failed read, too: from here on nothing may write
+    if (error && !read.failure)
+        read.failure = {"TransportError",
+                        "bytes from " + name() + " did not reach the GPU (CUDA error " + std::to_string(error) + ")", error};
     const bool flush = !read.failure && one_sided_ &&
                        std::any_of(read.local_slots.begin(), read.local_slots.end(),
                                    [this](uint32_t slot) { return shared_.regions.needs_flush(slot); });
