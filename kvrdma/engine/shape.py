@@ -26,14 +26,16 @@ class Shaper:
         """Prepare for the caches that ``layout`` was made from."""
         self._memory: dict[tuple[str, int], PagedMemory] = {}
         for layer in layout.layers:
-            planes = caches[layer.name]
+            planes, fmt = caches[layer.name], layout.format_of(layer)
             for number, plane in enumerate(layer.planes):
+                if not fmt.is_dense(number):  # no plan reshapes it, and its pages may lie among one another
+                    continue
                 tensor = planes[number] if isinstance(planes, tuple | list) else planes
                 self._memory[layer.name, number] = PagedMemory(
                     addr=layout.regions[plane.region].addr + plane.offset,
                     page_stride=plane.page_stride,
                     num_pages=plane.num_pages,
-                    page_nbytes=layout.format_of(layer).plane_extent(number),
+                    page_nbytes=fmt.plane_extent(number),
                     device=_cuda_index(tensor),
                 )
 
