@@ -14,15 +14,13 @@ Position ``p`` of a sequence is on dcp rank ``(p // interleave) % dcp_size``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from kvrdma.errors import TopologyError
+from kvrdma.token_shares import MAX_HEADS, MAX_INTERLEAVE, MAX_RANKS, dcp_overlap, require_size
 
 
 @dataclass(frozen=True)
@@ -138,6 +136,7 @@ class TransferTopology:
         Raises:
             TopologyError: the larger size is not a multiple of the smaller.
         """
+        require_size("remote tp size", remote_tp_size, MAX_RANKS)
         small, large = sorted((self.tp_size, remote_tp_size))
         if small < 1 or large % small:
             raise TopologyError(
@@ -170,7 +169,13 @@ class TransferTopology:
         return self.is_mla or self.is_kv_replicated(remote_engine_id, remote_pp_rank)
 
     def dcp_source_ranks(self, remote_tp_size: int, remote_dcp_size: int) -> list[int]:
-        """List the remote ranks whose token share overlaps this rank's (equal interleave, dividing sizes)."""
+        """List the remote ranks whose token share overlaps this rank's (equal interleave, dividing sizes).
+
+        Raises:
+            TopologyError: a size is below 1 or above any engine's.
+        """
+        require_size("remote tp size", remote_tp_size, MAX_RANKS)
+        require_size("remote dcp size", remote_dcp_size, MAX_RANKS)
         if self.dcp_size <= remote_dcp_size:
             return list(range(self.dcp_rank, remote_tp_size, self.dcp_size))
         return [self.dcp_rank % remote_dcp_size]
@@ -247,8 +252,8 @@ class Source(NamedTuple):
 class EngineShape:
     """Describes how an engine splits its KV cache over ranks; the module docstring defines the ranks.
 
-    Raises ``TopologyError`` where sizes are below 1, dcp does not divide TP, or heads and parts do not
-    divide one another.
+    Raises ``TopologyError`` where sizes are below 1 or above any engine's (``MAX_RANKS``, ``MAX_HEADS``), dcp does
+    not divide TP, or heads and parts do not divide one another.
 
     Attributes:
         tp_size: tensor parallel size.
@@ -269,8 +274,10 @@ class EngineShape:
     stages: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if min(self.tp_size, self.num_kv_heads, self.dcp_size, self.interleave) < 1:
-            raise TopologyError(f"sizes must be at least 1, got {self}")
+        require_size("tp_size", self.tp_size, MAX_RANKS)
+        require_size("num_kv_heads", self.num_kv_heads, MAX_HEADS)
+        require_size("dcp_size", self.dcp_size, MAX_RANKS)
+        require_size("interleave", self.interleave, MAX_INTERLEAVE)
         if not self.dcp_across_tp and self.tp_size % self.dcp_size:
             raise TopologyError(
                 f"dcp size {self.dcp_size} does not divide tp size {self.tp_size}: if dcp multiplies ranks "
@@ -281,6 +288,11 @@ class EngineShape:
             raise TopologyError(
                 f"{self.total_heads} kv heads, {self.parts} parts (tp {self.tp_size}, dcp {self.dcp_size}): "
                 "one must divide the other"
+            )
+        if max(1, len(self.stages)) * self.num_ranks > MAX_RANKS:
+            raise TopologyError(
+                f"{max(1, len(self.stages))} stages of {self.num_ranks} ranks (tp {self.tp_size}, dcp {self.dcp_size}) "
+                f"are more than the {MAX_RANKS} ranks that an engine may have"
             )
 
     @property
@@ -324,15 +336,6 @@ class EngineShape:
         return [RankId(pp, rank) for pp in range(max(1, len(self.stages))) for rank in range(self.num_ranks)]
 
 
-@lru_cache(maxsize=4096)
-def _dcp_overlap(local: tuple[int, int, int], remote_dcp: int, remote_interleave: int) -> tuple[int, ...]:
-    """Remote dcp ranks that hold a position of the local (dcp_rank, dcp_size, interleave)."""
-    rank, dcp_size, interleave = local
-    positions = np.arange(math.lcm(dcp_size * interleave, remote_dcp * remote_interleave))
-    mine = positions[positions // interleave % dcp_size == rank]
-    return tuple(np.unique(mine // remote_interleave % remote_dcp).tolist())
-
-
 def _source_part(remote: EngineShape, head: int, share: int, shares: int) -> int:
     """The remote part that serves one head to the ``share``-th of ``shares`` equal readers."""
     if remote.parts < remote.total_heads:
@@ -373,7 +376,7 @@ def select_sources(local: EngineShape, local_rank: RankId, remote: EngineShape) 
         for pp in range(max(1, len(remote.stages)))
         if _shares_layer(local, local_rank.pp_rank, remote, pp)
         for part, heads in parts.items()
-        for dcp in _dcp_overlap(mine, remote.dcp_size, remote.interleave)
+        for dcp in dcp_overlap(mine, remote.dcp_size, remote.interleave)
     )
 
 
@@ -383,8 +386,14 @@ def consumers_of(producer: EngineShape, rank: RankId, consumer: EngineShape) -> 
     The set does not depend on the prompt: a rank whose slice of a short prompt is empty still reports. It is
     empty for a replica that nobody reads, which releases at once.
     """
-    return frozenset(
-        reader
-        for reader in consumer.all_ranks()
-        if any(source.rank == rank for source in select_sources(consumer, reader, producer))
-    )
+    return _readers(producer, consumer).get(rank, frozenset())
+
+
+@lru_cache(maxsize=64)
+def _readers(producer: EngineShape, consumer: EngineShape) -> dict[RankId, frozenset[RankId]]:
+    """The consumer ranks that read each producer rank, for all of them at once: who asks of one asks of many."""
+    found: dict[RankId, set[RankId]] = {}
+    for reader in consumer.all_ranks():
+        for source in select_sources(consumer, reader, producer):
+            found.setdefault(source.rank, set()).add(reader)
+    return {rank: frozenset(readers) for rank, readers in found.items()}

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrdma.errors import TopologyError
+from kvrdma.token_shares import dcp_overlap
 from kvrdma.topology import EngineShape, RankId, Source, consumers_of, select_sources
 
 
@@ -172,3 +176,45 @@ def test_shapes_that_cannot_be() -> None:
         select_sources(EngineShape(1, 8), RankId(0, 0), EngineShape(1, 4))
     with pytest.raises(TopologyError, match="rank 2 is outside the 2 ranks"):
         select_sources(EngineShape(2, 8), RankId(0, 2), EngineShape(1, 8))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_overlap_of_token_shares_equals_a_count_of_positions(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [(rng.randint(1, 9), rng.randint(1, 24)) for _ in range(2)]
+    (mine, mine_at), (theirs, theirs_at) = sizes
+    positions = np.arange(math.lcm(mine * mine_at, theirs * theirs_at))
+    for rank in range(mine):
+        held = positions[positions // mine_at % mine == rank]
+        want = tuple(np.unique(held // theirs_at % theirs).tolist())
+        assert dcp_overlap((rank, mine, mine_at), theirs, theirs_at) == want, sizes
+
+
+def test_interleaves_without_a_common_factor_cost_nothing() -> None:
+    """Two dcp ranks each, rounds of 2 * 99991 and 2 * 99989 positions: they meet in every pair of ranks."""
+    local, remote = (EngineShape(2, 2, 2, interleave) for interleave in (99991, 99989))
+    assert [source.rank.rank for source in select_sources(local, RankId(0, 0), remote)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ({"num_kv_heads": 1 << 20}, "num_kv_heads must be at least 1 and at most 65536, got 1048576"),
+        ({"tp_size": 1 << 22}, "tp_size must .* at most 4096, got 4194304"),
+        ({"interleave": 1 << 31}, "interleave must .* at most 1048576"),
+        ({"tp_size": 4096, "dcp_size": 2, "dcp_across_tp": True}, "1 stages of 8192 ranks .*more than the 4096"),
+        ({"tp_size": 64, "stages": (("a",),) * 65}, "65 stages of 64 ranks"),
+    ],
+)
+def test_sizes_above_any_engine_are_refused(sizes: dict[str, Any], why: str) -> None:
+    with pytest.raises(TopologyError, match=why):
+        EngineShape(**{"tp_size": 1, "num_kv_heads": 1, **sizes})
+
+
+def test_every_rank_of_a_large_engine_names_its_consumers_quickly() -> None:
+    """4096 ranks asked one after the other, as an engine does for those that nobody reads: one pass, not one each."""
+    producer, consumer = EngineShape(4096, 1), EngineShape(64, 1)
+    readers = [consumers_of(producer, rank, consumer) for rank in producer.all_ranks()]
+    assert sum(map(len, readers)) == 64
+    assert readers[0] == {RankId(0, 0)}
+    assert not readers[1]
