@@ -63,7 +63,8 @@ def paged(tensor: Tensor) -> PagedMemory:
     in any memory order (head-major, token-major) but without gaps.
 
     Raises:
-        ReshapeError: a page is not one dense run of bytes, pages overlap, or the device is unknown.
+        ReshapeError: a page is not one dense run of bytes, pages overlap, the device is unknown, or the elements are
+            Python objects.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(tensor, torch.Tensor):
@@ -76,6 +77,11 @@ def paged(tensor: Tensor) -> PagedMemory:
         device = None
     if interface is None:
         raise ReshapeError(f"cannot reshape a {type(tensor).__name__}: give a torch, NumPy or CuPy array")
+    if getattr(tensor.dtype, "hasobject", False):
+        raise ReshapeError(
+            f"cannot reshape an array of dtype {tensor.dtype}: its bytes are references that Python counts; give an "
+            "array of numbers, or a uint8 view of its memory"
+        )
     addr, read_only = interface["data"]
     if read_only:
         raise ReshapeError("cannot reshape a read-only array in place: give a writable one")
@@ -92,6 +98,8 @@ def _paged_torch(tensor: torch.Tensor) -> PagedMemory:
     if tensor.device.type not in {"cpu", "cuda"}:
         raise ReshapeError(f"cannot reshape a tensor on device {tensor.device}: supported are cpu and cuda")
     device = None if tensor.device.type == "cpu" else tensor.device.index
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        raise ReshapeError(f"cannot reshape a tensor of layout {tensor.layout}: give a dense one, such as .to_dense()")
     item = tensor.element_size()
     strides = tuple(step * item for step in tensor.stride())
     return _paged(tensor.data_ptr(), tuple(tensor.shape), strides, item, device)
@@ -124,7 +132,10 @@ def page_indices(pages: Pages, num_pages: int) -> NDArray[np.int64]:
         ReshapeError: not a flat list of integers, out of range, or a page is listed twice (it would be
             reshaped twice).
     """
-    indices = np.asarray(pages)
+    try:
+        indices = np.asarray(pages)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ReshapeError(f"pages must be a flat list of integers on the host: {error}") from None
     if indices.size == 0:
         return np.empty(0, np.int64)
     if indices.ndim != 1 or indices.dtype.kind not in "iu":

@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrdma.engine.shape import Shaper
 from kvrdma.errors import ReshapeError
+from kvrdma.layout import KVLayout
+from kvrdma.page_format import LayerSpec
+from kvrdma.plan import ReadPlan
 from kvrdma.reshape import PagedMemory, Reshape, apply, apply_at, paged
 from kvrdma.reshape.reference import apply_reference
 from tests.helpers.reshape_cases import CASES, PagePool
@@ -226,3 +230,29 @@ def test_importing_loads_neither_torch_nor_cupy() -> None:
     code = "import sys, kvrdma.reshape; print(sorted({'torch', 'cupy', 'vllm'} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("dtype", [object, np.dtype([("a", "u8"), ("b", object)])])
+def test_arrays_of_objects_are_refused(dtype: np.dtype[np.void] | type) -> None:
+    """Their bytes are counted references: moving them by memory would crash the interpreter."""
+    with pytest.raises(ReshapeError, match="its bytes are references that Python counts"):
+        apply(Reshape((2, 8), (1, 0), 8), np.zeros((4, 16), dtype), [0])
+
+
+@pytest.mark.needs("torch")
+def test_sparse_tensors_and_ragged_pages_are_refused() -> None:
+    import torch
+
+    with pytest.raises(ReshapeError, match=r"tensor of layout torch.sparse_coo: give a dense one"):
+        apply(Reshape((2, 8), (1, 0), 4), torch.zeros(4, 16).to_sparse(), [0])
+    with pytest.raises(ReshapeError, match="pages must be a flat list of integers on the host"):
+        apply(Reshape((2, 8), (1, 0), 1), np.zeros((4, 16), np.uint8), [[0], [1, 2]])  # type: ignore[list-item]
+
+
+def test_an_engine_takes_caches_that_are_never_reshaped() -> None:
+    """Heads outermost: pages lie among one another, no plan reshapes them, and the engine must not refuse them."""
+    whole = np.zeros((2, 4, 5, 16, 12), np.uint16)
+    caches = {str(i): whole[i].transpose(1, 0, 2, 3) for i in range(2)}
+    layout = KVLayout.from_tensors(caches, LayerSpec((0, 4), 4, 16, dims="BHNC"))
+    assert not layout.formats[0].is_dense(0)
+    Shaper(layout, caches).finish(ReadPlan((), ()))
