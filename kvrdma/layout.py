@@ -7,7 +7,8 @@ not serve.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,13 @@ import msgspec
 
 from kvrdma.errors import IncompatibleError, LayoutError
 from kvrdma.page_format import LayerSpec, PageFormat, Recognised, TensorView, recognise
+from kvrdma.strides import Piece, nested, shared
 
 _MAX_BYTES = 1 << 62
+_MAX_COUNT = 1 << 16
+_MAX_TOKENS = 1 << 20
+_MAX_LAYERS = 1 << 14
+_MAX_PARTS = 16
 
 
 class Storage(msgspec.Struct, frozen=True):
@@ -131,17 +137,23 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
         Raises:
             LayoutError: names the layer or field and the values.
         """
-        if self.interleave < 1 or not 0 <= self.dcp_rank < self.dcp_size:
+        if not 1 <= self.interleave <= _MAX_COUNT or not 0 <= self.dcp_rank < self.dcp_size <= _MAX_COUNT:
             raise LayoutError(
-                f"need interleave >= 1 and 0 <= dcp_rank < dcp_size, got interleave {self.interleave}, "
-                f"dcp_rank {self.dcp_rank}, dcp_size {self.dcp_size}"
+                f"need 1 <= interleave <= {_MAX_COUNT} and 0 <= dcp_rank < dcp_size <= {_MAX_COUNT}, got interleave "
+                f"{self.interleave}, dcp_rank {self.dcp_rank}, dcp_size {self.dcp_size}"
             )
-        if any(not 0 <= n < _MAX_BYTES for r in self.regions for n in (r.addr, r.nbytes, r.addr + r.nbytes)):
-            raise LayoutError(f"regions must lie below address {_MAX_BYTES:#x}, got {self.regions}")
-        if len(self.by_name()) != len(self.layers):
-            raise LayoutError(f"layer names repeat: {sorted(layer.name for layer in self.layers)}")
+        for number, region in enumerate(self.regions):
+            if not all(0 <= n < _MAX_BYTES for n in (region.addr, region.nbytes, region.addr + region.nbytes)):
+                raise LayoutError(f"regions must lie below address {_MAX_BYTES:#x}, got region {number}: {region}")
+        if len(self.layers) > _MAX_LAYERS:
+            raise LayoutError(f"{len(self.layers)} layers are more than the {_MAX_LAYERS} of any model")
+        names = Counter(layer.name for layer in self.layers)
+        if len(names) != len(self.layers):
+            raise LayoutError(f"layer names repeat: {names.most_common(1)[0][0]} stands for several layers")
+        extents = [_check_format(number, fmt) for number, fmt in enumerate(self.formats)]
         for layer in self.layers:
-            _check_layer(self, layer)
+            _check_layer(self, layer, extents)
+        _check_disjoint(self)
 
 
 def _storages(views: Iterable[TensorView]) -> tuple[Storage, ...]:
@@ -167,48 +179,101 @@ def _layer(
     return Layer(name, spec.group, index, spec.heads, spec.total_heads, ratio, planes)
 
 
-def _check_layer(layout: KVLayout, layer: Layer) -> None:
+def _check_format(number: int, fmt: PageFormat) -> list[int]:
+    """Check the inside of a page; the result is the extent of each of its planes."""
+    where = f"format {number} ({fmt.name})"
+    if fmt.kind not in _MEANING or not 1 <= fmt.tokens <= _MAX_TOKENS or not 1 <= fmt.heads <= _MAX_COUNT:
+        raise LayoutError(
+            f"{where}: need a kind of {sorted(_MEANING)}, 1 to {_MAX_TOKENS} tokens and 1 to {_MAX_COUNT} heads, got "
+            f"{fmt.kind!r}, {fmt.tokens} tokens, {fmt.heads} heads"
+        )
+    if not 1 <= len(fmt.parts) <= _MAX_PARTS or len({part.name for part in fmt.parts}) < len(fmt.parts):
+        names = sorted({part.name for part in fmt.parts})[:_MAX_PARTS]
+        raise LayoutError(f"{where}: need 1 to {_MAX_PARTS} parts of different names, got {len(fmt.parts)}: {names}")
+    for part in fmt.parts:
+        numbers = (part.plane, part.offset, part.head_stride, part.token_stride, part.elem_stride)
+        sizes = (part.elems, part.itemsize)
+        if min(numbers) < 0 or min(sizes) < 1 or max(*numbers, *sizes) >= _MAX_BYTES:
+            raise LayoutError(f"{where}: {part} is malformed: sizes start at 1, strides and offsets at 0")
+    planes = sorted({part.plane for part in fmt.parts})
+    if planes != list(range(len(planes))):
+        raise LayoutError(f"{where}: its parts name planes {planes}, which must count from 0")
+    return [fmt.plane_extent(plane) for plane in planes]
+
+
+def _check_layer(layout: KVLayout, layer: Layer, extents: Sequence[Sequence[int]]) -> None:
     where = f"layer {layer.name}"
     if not 0 <= layer.format < len(layout.formats):
         raise LayoutError(f"{where}: format {layer.format} of {len(layout.formats)} formats")
     fmt = layout.format_of(layer)
     lo, hi = layer.heads
-    if not 0 <= lo < hi <= layer.total_heads or hi - lo != fmt.heads:
+    if not 0 <= lo < hi <= layer.total_heads <= _MAX_COUNT or hi - lo != fmt.heads:
         raise LayoutError(f"{where}: heads [{lo}, {hi}) of {layer.total_heads} do not match pages of {fmt.heads} heads")
-    if layer.pages_per_block < 1 or fmt.tokens < 1 or layer.group < 0 or not fmt.parts:
+    if not 1 <= layer.pages_per_block <= _MAX_COUNT or not 0 <= layer.group < _MAX_COUNT:
         raise LayoutError(
-            f"{where}: pages_per_block {layer.pages_per_block}, tokens {fmt.tokens}, group {layer.group}, "
-            f"{len(fmt.parts)} parts: all must be at least 1 (group 0)"
+            f"{where}: pages_per_block {layer.pages_per_block} must be 1 to {_MAX_COUNT}, group {layer.group} "
+            f"0 to {_MAX_COUNT - 1}"
         )
     split = fmt.kind != "state" and layout.dcp_size > 1
     if split and layout.block_size(layer) % layout.interleave:
         raise LayoutError(
             f"{where}: interleave {layout.interleave} does not divide the block of {layout.block_size(layer)} tokens"
         )
-    for part in fmt.parts:
-        numbers = (part.offset, part.head_stride, part.token_stride, part.elem_stride)
-        sizes = (part.elems, part.itemsize, layer.pages_per_block)
-        small = min(numbers) >= 0 and min(sizes) >= 1 and max(*numbers, *sizes) < _MAX_BYTES
-        if not small or not 0 <= part.plane < len(layer.planes):
-            raise LayoutError(f"{where}: {part} is malformed or names none of its {len(layer.planes)} planes")
-    for number, plane in enumerate(layer.planes):
-        _check_plane(layout, layer, number, plane)
+    if len(layer.planes) != len(extents[layer.format]):
+        raise LayoutError(
+            f"{where}: format {fmt.name} names {len(extents[layer.format])} planes, the layer has {len(layer.planes)}"
+        )
+    for number, (plane, extent) in enumerate(zip(layer.planes, extents[layer.format], strict=True)):
+        _check_plane(layout, f"{where} plane {number}", plane, extent)
+        if plane.num_pages < layer.pages_per_block:
+            raise LayoutError(
+                f"{where} plane {number}: its {plane.num_pages} pages hold no block of {layer.pages_per_block} pages"
+            )
 
 
-def _check_plane(layout: KVLayout, layer: Layer, number: int, plane: Plane) -> None:
-    where = f"layer {layer.name} plane {number}"
-    fmt = layout.format_of(layer)
-    if not any(part.plane == number for part in fmt.parts):
-        raise LayoutError(f"{where}: no part of format {fmt.name} lies in it")
+def _check_plane(layout: KVLayout, where: str, plane: Plane, extent: int) -> None:
     if not 0 <= plane.region < len(layout.regions) or plane.num_pages < 1:
         raise LayoutError(f"{where}: {plane} does not fit {len(layout.regions)} regions")
     nbytes = layout.regions[plane.region].nbytes
-    end = plane.offset + (plane.num_pages - 1) * plane.page_stride + fmt.plane_extent(number)
+    end = plane.offset + (plane.num_pages - 1) * plane.page_stride + extent
     if plane.offset < 0 or end > nbytes or not 0 <= plane.page_stride <= nbytes:
         raise LayoutError(
             f"{where}: pages {plane.page_stride} bytes apart span bytes {plane.offset} to {end} of region "
             f"{plane.region} of {nbytes} bytes"
         )
+
+
+def _check_disjoint(layout: KVLayout) -> None:
+    """Refuse layers of one group that share bytes with one another or with themselves.
+
+    Layers of different groups may lie on the same bytes: their blocks are never in use together.
+    """
+    groups: dict[int, list[tuple[Piece, str]]] = {}
+    for layer in layout.layers:
+        groups.setdefault(layer.group, []).extend(_pieces(layout, layer))
+    for group, pieces in groups.items():
+        both = shared(pieces)
+        if both is not None:
+            raise LayoutError(
+                f"{both[0]} and {both[1]} of KV group {group} share bytes: parts and layers of a group must lie apart; "
+                "list a cache that several layers share once, under one name"
+            )
+
+
+def _pieces(layout: KVLayout, layer: Layer) -> Iterator[tuple[Piece, str]]:
+    """Where each part of a layer lies in the address space of its process."""
+    fmt = layout.format_of(layer)
+    for part in fmt.parts:
+        plane = layer.planes[part.plane]
+        start = layout.regions[plane.region].addr + plane.offset + part.offset
+        axes = [(part.head_stride, fmt.heads), (part.token_stride, fmt.tokens), (part.elem_stride, part.elems)]
+        piece = nested(start, [*axes, (plane.page_stride, plane.num_pages)], part.itemsize)
+        if not isinstance(piece, Piece):
+            raise LayoutError(
+                f"layer {layer.name} part {part.name}: an axis steps {piece[0]} bytes but {piece[1]} bytes lie inside "
+                f"it: {part}, pages {plane.page_stride} bytes apart"
+            )
+        yield piece, f"layer {layer.name} part {part.name}"
 
 
 _MEANING = {"attention": "keys and values", "cpu": "keys and values", "mla": "latent", "state": "state"}

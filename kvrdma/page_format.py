@@ -132,14 +132,10 @@ class TensorView:
         if isinstance(tensor, cls):
             return tensor
         if hasattr(tensor, "untyped_storage"):
-            storage, size = tensor.untyped_storage(), int(tensor.element_size())
-            strides = tuple(int(s) * size for s in tensor.stride())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            shape = tuple(int(n) for n in tensor.shape)
-            place = (int(storage.data_ptr()), int(storage.nbytes()))
-            return cls(int(tensor.data_ptr()), shape, strides, size, dtype, *place)
-        if not isinstance(tensor, np.ndarray):
-            raise LayoutError(f"cannot read strides of a {type(tensor).__name__}: need a torch tensor or array")
+            return cls._of_torch(tensor)
+        if not isinstance(tensor, np.ndarray) or tensor.dtype.hasobject:
+            kind = f"{type(tensor).__name__} of {getattr(tensor, 'dtype', 'no dtype')}"
+            raise LayoutError(f"cannot read strides of a {kind}: need a torch tensor or an array of numbers")
         root = tensor
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -148,6 +144,23 @@ class TensorView:
         nbytes = root.itemsize + sum(abs(step) for step in steps) if root.size else 0
         dtype, addr = tensor.dtype.name, _address(tensor)
         return cls(addr, tensor.shape, tensor.strides, tensor.itemsize, dtype, low, nbytes)
+
+    @classmethod
+    def _of_torch(cls, tensor: Any) -> TensorView:  # noqa: ANN401 -- as above
+        try:
+            storage, size = tensor.untyped_storage(), int(tensor.element_size())
+            strides = tuple(int(s) * size for s in tensor.stride())
+            place = (int(storage.data_ptr()), int(storage.nbytes()))
+            addr = int(tensor.data_ptr())
+        except RuntimeError as error:
+            raise LayoutError(
+                f"cannot read strides of a torch tensor of layout {tensor.layout} on {tensor.device}, need a dense one "
+                f"with memory: {error}"
+            ) from None
+        if not place[0] and place[1]:
+            raise LayoutError(f"a tensor on {tensor.device} has no memory: need one on cpu or cuda")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(addr, tuple(int(n) for n in tensor.shape), strides, size, dtype, *place)
 
 
 def _address(array: np.ndarray[Any, Any]) -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import msgspec
 import numpy as np
 import pytest
@@ -218,7 +221,7 @@ def test_missing_spec_and_unreadable_tensor() -> None:
         ("format", 7, "format 7 of 1 formats"),
         ("heads", (0, 3), r"heads \[0, 3\) of 8"),
         ("pages_per_block", 0, "pages_per_block 0"),
-        ("planes", (), "names none of its 0 planes"),
+        ("planes", (), "names 1 planes, the layer has 0"),
     ],
 )
 def test_a_peer_cannot_send_nonsense(field: str, value: object, why: str) -> None:
@@ -243,3 +246,117 @@ def test_pages_stay_in_their_region(field: str, value: int, why: str) -> None:
     layer = msgspec.structs.replace(layout.layers[0], planes=(plane,))
     with pytest.raises(LayoutError, match=why):
         msgspec.structs.replace(layout, layers=(layer,)).validate()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("total_heads", 1 << 17, "heads .* of 131072"),
+        ("pages_per_block", 1 << 40, "pages_per_block 1099511627776 must be 1 to 65536"),
+        ("pages_per_block", 4, "its 3 pages hold no block of 4 pages"),
+        ("group", 1 << 40, "group 1099511627776"),
+    ],
+)
+def test_a_peer_cannot_size_our_memory(field: str, value: object, why: str) -> None:
+    test_a_peer_cannot_send_nonsense(field, value, why)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"tokens": 1 << 30}, "1073741824 tokens"),
+        ({"heads": 1 << 30}, "1073741824 heads"),
+        ({"kind": "zzz"}, "got 'zzz'"),
+        ({"parts": ()}, "got 0"),
+    ],
+)
+def test_a_peer_cannot_send_absurd_pages(changes: dict[str, object], why: str) -> None:
+    layout = read(z(3, 4, 16, 12))
+    fmt = msgspec.structs.replace(layout.formats[0], **changes)
+    with pytest.raises(LayoutError, match=why):
+        msgspec.structs.replace(layout, formats=(fmt,)).validate()
+
+
+def test_many_parts_times_many_layers_cost_nothing() -> None:
+    """Four thousand of each, in a few kilobytes on the wire: refused by the number of parts, before any product."""
+    layout = read(z(3, 4, 16, 12))
+    fmt = msgspec.structs.replace(layout.formats[0], parts=layout.formats[0].parts * 2000)
+    layers = tuple(msgspec.structs.replace(layout.layers[0], name=str(i)) for i in range(4000))
+    with pytest.raises(LayoutError, match="need 1 to 16 parts of different names, got 4000"):
+        msgspec.structs.replace(layout, formats=(fmt,), layers=layers).validate()
+    with pytest.raises(LayoutError, match="20000 layers are more than"):
+        msgspec.structs.replace(layout, layers=layers * 5).validate()
+
+
+def with_part(layout: KVLayout, index: int, **changes: object) -> KVLayout:
+    fmt = layout.formats[0]
+    parts = [msgspec.structs.replace(p, **changes) if i == index else p for i, p in enumerate(fmt.parts)]
+    return msgspec.structs.replace(layout, formats=(msgspec.structs.replace(fmt, parts=tuple(parts)),))
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "why"),
+    [
+        (0, {"head_stride": 0}, "part k: an axis steps 0 bytes but 2 bytes lie inside"),
+        (0, {"token_stride": 0}, "part k: an axis steps 0 bytes"),
+        (0, {"elem_stride": 0}, "part k: an axis steps 0 bytes but 2 bytes"),
+        (0, {"elem_stride": 1}, "part k: an axis steps 1 bytes"),
+        (1, {"offset": 0}, "layer a part k and layer a part v of KV group 0 share bytes"),
+        (1, {"offset": 4}, "layer a part k and layer a part v"),
+        (1, {"name": "k"}, "parts of different names, got 2: ['k']"),
+    ],
+)
+def test_a_peer_cannot_lay_parts_on_one_another(index: int, changes: dict[str, object], why: str) -> None:
+    with pytest.raises(LayoutError, match=re.escape(why)):
+        with_part(read(z(3, 4, 16, 12)), index, **changes).validate()
+
+
+@pytest.mark.parametrize("stride", [0, 1, 1500, 1528])
+def test_a_peer_cannot_lay_pages_on_one_another(stride: int) -> None:
+    layout = read(z(3, 4, 16, 12))
+    plane = msgspec.structs.replace(layout.layers[0].planes[0], page_stride=stride)
+    layer = msgspec.structs.replace(layout.layers[0], planes=(plane,))
+    with pytest.raises(
+        LayoutError, match=f"an axis steps {stride} bytes but .*pages {stride} bytes apart|part k and layer a part v"
+    ):
+        msgspec.structs.replace(layout, layers=(layer,)).validate()
+
+
+def test_layers_of_one_group_lie_apart_and_of_two_groups_need_not() -> None:
+    memory = z(6, 4, 16, 12)
+    for other in (memory, memory[2:4], memory[::2]):
+        with pytest.raises(LayoutError, match=r"layer a part . and layer b part . of KV group 0 share bytes: .*once"):
+            KVLayout.from_tensors({"a": memory, "b": other}, ATTENTION)
+        specs = {"a": ATTENTION, "b": LayerSpec((0, 4), 8, 16, group=1)}
+        assert len(KVLayout.from_tensors({"a": memory, "b": other}, specs).layers) == 2
+    assert len(KVLayout.from_tensors({"a": memory[:3], "b": memory[3:], "c": z(2, 4, 16, 12)}, ATTENTION).layers) == 3
+    with pytest.raises(LayoutError, match="share bytes"):
+        KVLayout.from_tensors({"a": memory[:4], "b": memory[3:]}, ATTENTION)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations("LBHN")))
+def test_layers_may_interleave_in_any_order(order: tuple[str, ...]) -> None:
+    """Three layers in one allocation whose axes are nested in any of the 24 orders, also head by head."""
+    size = {"L": 3, "B": 5, "H": 4, "N": 16}
+    whole = z(*(size[axis] for axis in order), 12).transpose(*(order.index(axis) for axis in "LBHN"), 4)
+    layout = KVLayout.from_tensors({str(i): whole[i] for i in range(3)}, LayerSpec((0, 4), 8, 16, dims="BHNC"))
+    moved = msgspec.structs.replace(layout.layers[0].planes[0], offset=layout.layers[1].planes[0].offset + 2)
+    layers = (msgspec.structs.replace(layout.layers[0], planes=(moved,)), *layout.layers[1:])
+    with pytest.raises(LayoutError, match=r"share bytes|of region 0"):
+        msgspec.structs.replace(layout, layers=layers).validate()
+
+
+def test_arrays_of_objects_are_refused() -> None:
+    for dtype in (object, [("a", "u1"), ("b", object)]):
+        with pytest.raises(LayoutError, match="need a torch tensor or an array of numbers"):
+            read(np.zeros((3, 4, 16, 12), dtype))
+
+
+@pytest.mark.needs("torch")
+def test_tensors_without_plain_memory_are_refused() -> None:
+    import torch
+
+    with pytest.raises(LayoutError, match=r"layout torch.sparse_coo on cpu, need a dense one"):
+        read(torch.zeros(3, 4, 16, 12).to_sparse())
+    with pytest.raises(LayoutError, match="on meta has no memory"):
+        read(torch.zeros(3, 4, 16, 12, device="meta"))
