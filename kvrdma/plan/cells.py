@@ -5,12 +5,14 @@ Tables here are ``(N, 7)`` int64 arrays of rows relative to page starts, with th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
+from kvrdma.errors import IncompatibleError
 from kvrdma.page_format import PageFormat, Part
 from kvrdma.plan.tokens import Ints, Runs
 
@@ -20,6 +22,9 @@ SOURCE, LOCAL_PLANE, REMOTE_PLANE, REMOTE_PAGE, LOCAL_OFFSET, REMOTE_OFFSET, LEN
 
 Axis: TypeAlias = tuple[int, int, int]
 """Count, local stride and remote stride of one axis of a copy."""
+
+MAX_PAGE_ROWS = 1 << 22
+"""Rows of one page: a few hundred megabytes while a template is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,12 @@ def strided_rows(axes: Sequence[Axis], nbytes: int) -> tuple[Ints, Ints, int]:
     while dense := [axis for axis in outer if axis[1] == axis[2] == nbytes]:
         outer.remove(dense[0])
         nbytes *= dense[0][0]
+    if math.prod(count for count, _, _ in outer) > MAX_PAGE_ROWS:
+        sizes = [count for count, _, _ in outer]
+        raise IncompatibleError(
+            f"a page would take {' x '.join(map(str, sizes))} rows of {nbytes} bytes, more than {MAX_PAGE_ROWS}: use "
+            "the same page format on both engines, or smaller blocks"
+        )
     local = remote = np.zeros(1, np.int64)
     for count, local_stride, remote_stride in sorted(outer, key=lambda axis: -axis[1]):
         steps = np.arange(count)

@@ -56,11 +56,13 @@ def check_bounds(rows: Rows, local: Sequence[Storage], remote: Sequence[Storage]
     sizes = np.array([storage.nbytes for storage in remote], np.uint64)
     nbytes = sizes[region.astype(np.int64)] if len(remote) > 1 else sizes
     _refuse(rows, (rows[:, OFFSET] > nbytes) | (length > nbytes - rows[:, OFFSET]), "remote")
-    starts = np.array(sorted(storage.addr for storage in local), np.uint64)
-    sizes = np.array([storage.nbytes for storage in sorted(local, key=lambda s: s.addr)], np.uint64)
+    ordered = sorted(local, key=lambda storage: storage.addr)
+    starts = np.array([storage.addr for storage in ordered], np.uint64)
+    ends = np.maximum.accumulate(np.array([storage.addr + storage.nbytes for storage in ordered], np.uint64))
     index = np.searchsorted(starts, rows[:, LOCAL], side="right") - 1 if len(local) > 1 else np.zeros(1, int)
-    within = rows[:, LOCAL] - starts[index]
-    _refuse(rows, (index < 0) | (within > sizes[index]) | (length > sizes[index] - within), "local")
+    start, end = starts[index], ends[index]  # the region that reaches furthest: storages may lie inside one another
+    outside = (index < 0) | (rows[:, LOCAL] < start) | (rows[:, LOCAL] > end) | (length > end - rows[:, LOCAL])
+    _refuse(rows, outside, "local")
 
 
 def _refuse(rows: Rows, wrong: npt.NDArray[np.bool_], side: str) -> None:

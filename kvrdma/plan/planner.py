@@ -6,6 +6,7 @@ could not serve is refused. ``plan`` is then pure arithmetic on the request's bl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -16,8 +17,9 @@ import numpy as np
 from kvrdma.errors import PlanError
 from kvrdma.layout import KVLayout, Storage, TokenShare
 from kvrdma.plan.finish import check_bounds, join_rows
+from kvrdma.plan.ids import MAX_POSITION, BlockIds, block_ids, check_ids
 from kvrdma.plan.landing import ReadCost
-from kvrdma.plan.prepare import LayerGroup, PageTemplate, PlaneBases, Stream, prepare
+from kvrdma.plan.prepare import LayerGroup, PageTemplate, Stream, prepare
 from kvrdma.plan.tokens import Ints, tokens_before
 from kvrdma.reshape.spec import Reshape
 from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Rows
@@ -185,7 +187,7 @@ def _open_group(
     group: LayerGroup,
     blocks: tuple[Sequence[BlockSpan], Sequence[BlockSpan]],
     tokens: TokenRange | Sequence[TokenRange],
-) -> tuple[TokenRange, _PageIds, _PageIds]:
+) -> tuple[TokenRange, BlockIds, BlockIds]:
     """The token range of a group of layers, and the pages of both sides, checked as far as ids alone allow."""
     counts = [len(spans) for spans in blocks]
     if group.group >= min(counts):
@@ -196,10 +198,15 @@ def _open_group(
     local, remote = (spans[group.group] for spans in blocks)
     if group.format.kind == "state":
         local, remote = BlockSpan(local.ids), BlockSpan(remote.ids)
-    wanted = _range_of(group, tokens, (local, remote))
-    there = _page_ids(remote, group.remote_pages_per_block, "remote")
-    _check_remote(group, there, wanted)
-    return wanted, _page_ids(local, group.pages_per_block, "local"), there
+    here, there = (
+        block_ids(local, group.pages_per_block, "local"),
+        block_ids(remote, group.remote_pages_per_block, "remote"),
+    )
+    wanted = _range_of(group, tokens, (len(here.ids), len(there.ids)))
+    if wanted.start < wanted.end:
+        check_ids(here, _local_pages(group, wanted), group.local, group.names[0])
+        check_ids(there, _remote_pages(group, wanted), group.remote.values(), group.names[0])
+    return wanted, here, there
 
 
 def _count_rows(planned: int, group: LayerGroup, pages: _Pages) -> int:
@@ -213,67 +220,51 @@ def _count_rows(planned: int, group: LayerGroup, pages: _Pages) -> int:
     return planned + more
 
 
-def _range_of(
-    group: LayerGroup, tokens: TokenRange | Sequence[TokenRange], spans: tuple[BlockSpan, BlockSpan]
-) -> TokenRange:
+def _range_of(group: LayerGroup, tokens: TokenRange | Sequence[TokenRange], counts: tuple[int, int]) -> TokenRange:
     if group.format.kind == "state":
-        if len(spans[0].ids) != len(spans[1].ids):
+        if counts[0] != counts[1]:
             raise PlanError(
-                f"layer {group.names[0]}: {len(spans[0].ids)} local and {len(spans[1].ids)} remote state "
+                f"layer {group.names[0]}: {counts[0]} local and {counts[1]} remote state "
                 "blocks cannot be paired; clip both to the running state first"
             )
-        return TokenRange(0, len(spans[0].ids))
+        return TokenRange(0, counts[0])
     if isinstance(tokens, TokenRange):
-        wanted = tokens
+        given = tokens
     elif group.group < len(tokens):
-        wanted = TokenRange(*tokens[group.group])
+        given = tokens[group.group]
     else:
         raise PlanError(f"KV group {group.group} has no token range; got {len(tokens)}")
-    if not 0 <= wanted.start <= wanted.end:
-        raise PlanError(f"KV group {group.group}: token range must satisfy 0 <= start <= end, got {wanted}")
+    try:
+        wanted = TokenRange(*map(operator.index, given))
+    except TypeError:
+        raise PlanError(f"KV group {group.group}: a token range is two integers, got {given}") from None
+    if not 0 <= wanted.start <= wanted.end <= MAX_POSITION:
+        raise PlanError(
+            f"KV group {group.group}: token range must satisfy 0 <= start <= end <= {MAX_POSITION}, got {wanted}"
+        )
     return wanted
 
 
-class _PageIds(NamedTuple):
-    """Page ids of a span, and the index in the sequence of the first."""
-
-    ids: Ints
-    first: int
-    side: str
-
-    def at(self, index: Ints, layer: str) -> Ints:
-        """Look up pages by their index in the sequence."""
-        place = index - self.first
-        if place.size and (int(place.min()) < 0 or int(place.max()) >= len(self.ids)):
-            bad = int(index[(place < 0) | (place >= len(self.ids))].flat[0])
-            raise PlanError(
-                f"layer {layer}: needs {self.side} page {bad} of the sequence, but the blocks cover pages "
-                f"{self.first} to {self.first + len(self.ids) - 1}"
-            )
-        return self.ids[place]
+def _local_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
+    """Pages of the sequence, ``[lo, hi)``, that hold what this rank wants."""
+    lo, hi = (tokens_before(group.tokens, position) for position in wanted)
+    return (lo // group.format.tokens, -(-hi // group.format.tokens)) if lo < hi else (0, 0)
 
 
-def _page_ids(span: BlockSpan, per_block: int, side: str) -> _PageIds:
-    given = np.asarray(span.ids)
-    if span.first < 0 or given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise PlanError(
-            f"{side} block ids must be a flat list of integers with first >= 0, got shape {given.shape}, dtype "
-            f"{given.dtype}, first {span.first}"
-        )
-    ids = given.astype(np.int64)
-    if per_block > 1:
-        ids = (ids[:, None] * per_block + np.arange(per_block)).ravel()
-    return _PageIds(ids, span.first * per_block, side)
+def _remote_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
+    """Pages of the sequence, ``[lo, hi)``, outside of which no remote rank holds anything wanted."""
+    last = TokenShare(group.theirs.dcp_size - 1, group.theirs.dcp_size, group.theirs.interleave)
+    first, size = replace(last, dcp_rank=0), group.theirs.tokens
+    return tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
 
 
-def _pages(group: LayerGroup, here: _PageIds, wanted: TokenRange) -> Iterator[_Pages]:
+def _pages(group: LayerGroup, here: BlockIds, wanted: TokenRange) -> Iterator[_Pages]:
     """Group the needed local pages by template: full ones by their place in the period, then clipped ones."""
     lo, hi = tokens_before(group.tokens, wanted.start), tokens_before(group.tokens, wanted.end)
     if hi <= lo:
         return
-    size, period = group.format.tokens, len(group.map.pages)
-    used = here.at(np.arange(lo // size, -(-hi // size)), group.names[0])
-    _refuse_repeats(used, "local", group.names[0])
+    size, period = group.format.tokens, len(group.map)
+    here.require(lo // size, (hi - 1) // size, group.names[0])  # before memory is spent on that many pages
     full_lo, full_hi = -(-lo // size), hi // size
     jobs = [(np.arange(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))]
     jobs += [
@@ -289,34 +280,12 @@ def _pages(group: LayerGroup, here: _PageIds, wanted: TokenRange) -> Iterator[_P
         yield _Pages(template, ids[order], starts[order])
 
 
-def _check_remote(group: LayerGroup, there: _PageIds, wanted: TokenRange) -> None:
-    """Refuse remote pages that repeat within the range, such as null blocks behind a sliding window."""
-    last = TokenShare(group.theirs.dcp_size - 1, group.theirs.dcp_size, group.theirs.interleave)
-    first = replace(last, dcp_rank=0)
-    size = group.theirs.tokens
-    lo, hi = tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
-    if wanted.start < wanted.end:
-        _refuse_repeats(there.ids[max(lo - there.first, 0) : max(hi - there.first, 0)], "remote", group.names[0])
-
-
-def _refuse_repeats(ids: Ints, side: str, layer: str) -> None:
-    ordered = np.sort(ids)
-    again = ordered[1:] == ordered[:-1]
-    if again.any():
-        raise PlanError(
-            f"layer {layer}: {side} page {int(ordered[1:][again][0])} appears twice "
-            "among those needed: two positions would share its bytes"
-        )
-
-
-def _fill(group: LayerGroup, stream: Stream, pages: _Pages, there: _PageIds) -> Rows:
+def _fill(group: LayerGroup, stream: Stream, pages: _Pages, there: BlockIds) -> Rows:
     """Broadcast one stream over layers, pages and rows of the template: ``(layers * pages * rows, 4)``."""
     local = group.local[stream.local_plane]
     remote = group.remote[(stream.source, stream.remote_plane)]
     index = pages.remote_start[:, None] + stream.remote_page
     theirs = there.at(index, group.names[0])
-    _refuse_outside(pages.local, local, "local", group.names[0])
-    _refuse_outside(theirs, remote, "remote", group.names[0])
     mine = pages.local.astype(np.uint64)[:, None] * np.uint64(local.page_stride) + stream.local_offset
     other = theirs.astype(np.uint64) * np.uint64(remote.page_stride) + stream.remote_offset
     rows = np.empty((len(group.names), len(pages.local), len(stream.length), 4), np.uint64)
@@ -325,12 +294,6 @@ def _fill(group: LayerGroup, stream: Stream, pages: _Pages, there: _PageIds) -> 
     np.add(remote.base[:, None, None], other, out=rows[..., OFFSET])
     rows[..., LENGTH] = stream.length
     return rows.reshape(-1, 4)
-
-
-def _refuse_outside(ids: Ints, plane: PlaneBases, side: str, layer: str) -> None:
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= plane.num_pages):
-        bad = int(ids[(ids < 0) | (ids >= plane.num_pages)].flat[0])
-        raise PlanError(f"layer {layer}: {side} page {bad} is outside its tensor of {plane.num_pages} pages")
 
 
 @lru_cache(maxsize=64)

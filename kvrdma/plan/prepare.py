@@ -6,7 +6,7 @@ and page of the period, so that a request costs one broadcast over its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,7 @@ Words = npt.NDArray[np.uint64]
 
 _MAX_CACHED_ROWS = 1 << 20
 _MAX_WARM_PAGES = 8
+_MAX_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +108,12 @@ class LayerGroup:
 
     def warm(self) -> None:
         """Build the templates of full pages now, unless the period has too many of them."""
-        if len(self.map.pages) <= _MAX_WARM_PAGES:
-            for page in range(len(self.map.pages)):
+        if len(self.map) <= _MAX_WARM_PAGES:
+            for page in range(len(self.map)):
                 self.template(page, 0, self.format.tokens)
 
     def _build(self, page: int, lo: int, hi: int) -> PageTemplate:
-        runs = self.map.pages[page].clip(lo, hi)
+        runs = self.map.page(page).clip(lo, hi)
         if hi - lo < self.format.tokens:
             return PageTemplate(tuple(_streams(page_rows(self.format, self.shares, runs))), ())
         fill = fill_page(self.format, self.shares, runs, self.cost)
@@ -203,9 +204,16 @@ def _claim(
             yield SourceShare(index, share.dcp_rank, theirs, *places)
     if missing or side is None:
         raise IncompatibleError(
-            f"layer {layer.name}: no source holds (head, dcp rank) {sorted(missing) or 'any'}; local heads "
-            f"are {layer.heads} of {layer.total_heads}, remote heads {[o.heads for o in others if o]}"
+            f"layer {layer.name}: no source holds (head, dcp rank) {_some(missing)}; local heads "
+            f"are {layer.heads} of {layer.total_heads}, remote heads {_some(o.heads for o in others if o)}"
         )
+
+
+def _some(pairs: Iterable[tuple[int, int]]) -> str:
+    """List pairs of numbers for a message, without the rest of a long list."""
+    ordered = sorted(pairs)
+    text = str(ordered[:_MAX_LISTED]) if ordered else "any"
+    return text if len(ordered) <= _MAX_LISTED else f"{text} and {len(ordered) - _MAX_LISTED} more"
 
 
 def _intervals(heads: Sequence[int]) -> Iterator[tuple[int, int]]:

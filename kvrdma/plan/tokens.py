@@ -21,7 +21,8 @@ from kvrdma.layout import TokenShare
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
-MAX_PERIOD = 1 << 21
+MAX_PERIOD = 1 << 16
+"""Positions of the longest period: time and memory at the handshake grow with it, and peers choose the sizes."""
 
 
 def tokens_before(share: TokenShare, position: int) -> int:
@@ -73,18 +74,36 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class TokenMap:
-    """The pairing of one period: runs of each local page, and remote pages of each dcp rank per period."""
+    """The pairing of one period, as long as it has local pages.
 
-    pages: tuple[Runs, ...]
+    Attributes:
+        runs: runs of all local pages, one page after the other.
+        cuts: where in the runs each page starts, and their end.
+        remote_pages: remote pages of each dcp rank per period.
+    """
+
+    runs: Runs
+    cuts: Ints
     remote_pages: int
+
+    def __len__(self) -> int:
+        """Local pages of a period."""
+        return len(self.cuts) - 1
+
+    def page(self, index: int) -> Runs:
+        """The runs of one local page of the period."""
+        part = slice(int(self.cuts[index]), int(self.cuts[index + 1]))
+        runs = self.runs
+        columns = (runs.slot, runs.count, runs.dcp_rank, runs.remote_page, runs.remote_slot)
+        return Runs(*(column[part] for column in columns))
 
     @property
     def dcp_ranks(self) -> frozenset[int]:
         """Remote dcp ranks that hold any token of the local rank."""
-        return frozenset(int(rank) for runs in self.pages for rank in np.unique(runs.dcp_rank))
+        return frozenset(np.unique(self.runs.dcp_rank).tolist())
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def token_map(local: PageSide, dcp_rank: int, remote: PageSide) -> TokenMap:
     """Pair the slots of one local rank with those of a remote engine.
 
@@ -112,6 +131,5 @@ def token_map(local: PageSide, dcp_rank: int, remote: PageSide) -> TokenMap:
     first = np.flatnonzero(starts)
     count = np.diff(np.append(first, len(q)))
     columns = (q[first] % local.tokens, count, owner[first], *np.divmod(theirs[first], remote.tokens))
-    cuts = np.searchsorted(first, np.arange(local.tokens, len(q), local.tokens))
-    pages = zip(*(np.split(column, cuts) for column in columns), strict=True)
-    return TokenMap(tuple(Runs(*page) for page in pages), period // remote.dcp_size // remote.tokens)
+    cuts = np.append(np.searchsorted(first, np.arange(0, len(q), local.tokens)), len(first))
+    return TokenMap(Runs(*columns), cuts, period // remote.dcp_size // remote.tokens)

@@ -138,8 +138,8 @@ def test_empty_token_share_is_a_source_without_rows() -> None:
     [
         (([1], [2]), (0, 5), "local page 1 of the sequence"),
         (([1, 3], [2]), (0, 5), "remote page 1 of the sequence, but the blocks cover pages 0 to 0"),
-        (([1, 10], [2, 3]), (0, 8), "local page 10 is outside its tensor of 10 pages"),
-        (([1, 2], [2, -1]), (0, 8), "remote page -1 is outside its tensor of 10 pages"),
+        (([1, 10], [2, 3]), (0, 8), r"local block 10 is outside its tensor: .*ids must lie in \[0, 10\)"),
+        (([1, 2], [2, -1]), (0, 8), r"remote block -1 is outside its tensor: .*ids must lie in \[0, 10\)"),
         (([4, 4], [2, 3]), (0, 8), "local page 4 appears twice"),
         (([3, 4], [0, 0]), (0, 8), "remote page 0 appears twice"),
         (([1], [2]), (3, 2), "0 <= start <= end"),
@@ -167,6 +167,11 @@ def test_absurd_numbers_of_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         (BlockSpan([1.0]), "dtype float64"),  # type: ignore[list-item]
         (BlockSpan([[1]]), r"shape \(1, 1\)"),  # type: ignore[list-item]
         (BlockSpan([1], -1), "first -1"),
+        (BlockSpan([[1], [1, 2]]), "flat list of integers"),  # type: ignore[list-item]
+        (BlockSpan([1], 1 << 62), "first 4611686018427387904"),
+        (BlockSpan([1], 1.5), "first an integer, got first 1.5"),  # type: ignore[arg-type]
+        (BlockSpan([1, 2**65]), "dtype object"),
+        (BlockSpan(np.array([2**64 - 1], np.uint64)), "block 18446744073709551615 is outside"),
     ],
 )
 def test_malformed_spans(span: BlockSpan, why: str) -> None:

@@ -1,0 +1,106 @@
+"""Block ids of a request: checked once, then read page by page without ever being listed page by page."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kvrdma.errors import PlanError
+from kvrdma.plan.prepare import PlaneBases
+from kvrdma.plan.tokens import Ints
+
+if TYPE_CHECKING:
+    from kvrdma.plan.planner import BlockSpan
+
+MAX_POSITION = 1 << 40
+"""The highest position and block id: far above any sequence, and low enough for 64-bit arithmetic on both."""
+
+
+class BlockIds(NamedTuple):
+    """Block ids of a span and the index in the sequence of the first, read page by page."""
+
+    ids: Ints
+    first: int
+    per_block: int
+    side: str
+
+    def at(self, index: Ints, layer: str) -> Ints:
+        """Look up pages by their index in the sequence."""
+        if index.size:
+            self.require(int(index.min()), int(index.max()), layer)
+        place = index - self.first * self.per_block
+        if self.per_block == 1:
+            return self.ids[place]
+        pages: Ints = self.ids[place // self.per_block] * self.per_block + place % self.per_block
+        return pages
+
+    def require(self, lowest: int, highest: int, layer: str) -> None:
+        """Refuse pages of the sequence that the blocks do not cover."""
+        start, end = self.first * self.per_block, (self.first + len(self.ids)) * self.per_block
+        if lowest < start or highest >= end:
+            bad = lowest if lowest < start else max(lowest, end)
+            raise PlanError(
+                f"layer {layer}: needs {self.side} page {bad} of the sequence, but the blocks cover pages "
+                f"{start} to {end - 1}"
+            )
+
+
+def block_ids(span: BlockSpan, per_block: int, side: str) -> BlockIds:
+    """Read a span as integers.
+
+    Raises:
+        PlanError: the ids are no flat list of integers, or too large for any tensor.
+    """
+    try:
+        given, first = np.asarray(span.ids), operator.index(span.first)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PlanError(
+            f"{side} block ids must be a flat list of integers and first an integer, got first {span.first!r}: {error}"
+        ) from None
+    flat = given.ndim == 1 and (not given.size or given.dtype.kind in "iu")
+    if not flat or not 0 <= first <= MAX_POSITION:
+        raise PlanError(
+            f"{side} block ids must be a flat list of integers with 0 <= first <= {MAX_POSITION}, got shape "
+            f"{given.shape}, dtype {given.dtype}, first {first}"
+        )
+    if given.dtype == np.uint64 and given.size and int(given.max()) > MAX_POSITION:
+        raise PlanError(f"{side} block {int(given.max())} is outside every tensor: ids reach from 0 to {MAX_POSITION}")
+    return BlockIds(given.astype(np.int64, copy=False), first, per_block, side)
+
+
+def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBases], layer: str) -> None:
+    """Refuse blocks within the range that lie outside their tensor, or repeat, such as null blocks.
+
+    Blocks outside the range (lookahead, null blocks behind a sliding window) are not looked at.
+
+    Args:
+        blocks: ids of one side.
+        pages: pages of the sequence that are needed, ``[lo, hi)``.
+        planes: where the side's pages lie; the smallest tensor decides.
+        layer: for messages.
+
+    Raises:
+        PlanError: names the block and the range, or the page.
+    """
+    per_block = blocks.per_block
+    lo, hi = pages[0] // per_block - blocks.first, -(-pages[1] // per_block) - blocks.first
+    used = blocks.ids[max(lo, 0) : max(hi, 0)]
+    if not used.size:
+        return
+    limit = min(plane.num_pages for plane in planes) // per_block
+    ordered = np.sort(used)
+    if int(ordered[0]) < 0 or int(ordered[-1]) >= limit:
+        bad = int(ordered[0] if ordered[0] < 0 else ordered[-1])
+        raise PlanError(
+            f"layer {layer}: {blocks.side} block {bad} is outside its tensor: with {per_block} pages to a block, ids "
+            f"must lie in [0, {limit})"
+        )
+    again = ordered[1:] == ordered[:-1]
+    if again.any():
+        raise PlanError(
+            f"layer {layer}: {blocks.side} page {int(ordered[1:][again][0]) * per_block} appears twice "
+            "among those needed: two positions would share its bytes"
+        )
