@@ -95,8 +95,8 @@ def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBa
     if int(ordered[0]) < 0 or int(ordered[-1]) >= limit:
         bad = int(ordered[0] if ordered[0] < 0 else ordered[-1])
         raise PlanError(
-            f"layer {layer}: {blocks.side} block {bad} is outside its tensor: with {per_block} pages to a block, ids "
-            f"must lie in [0, {limit})"
+            f"layer {layer}: {blocks.side} page {bad * per_block} is outside its tensor: block id {bad} must lie in "
+            f"[0, {limit}), where a block is {per_block} pages"
         )
     again = ordered[1:] == ordered[:-1]
     if again.any():

@@ -138,8 +138,8 @@ def test_empty_token_share_is_a_source_without_rows() -> None:
     [
         (([1], [2]), (0, 5), "local page 1 of the sequence"),
         (([1, 3], [2]), (0, 5), "remote page 1 of the sequence, but the blocks cover pages 0 to 0"),
-        (([1, 10], [2, 3]), (0, 8), r"local block 10 is outside its tensor: .*ids must lie in \[0, 10\)"),
-        (([1, 2], [2, -1]), (0, 8), r"remote block -1 is outside its tensor: .*ids must lie in \[0, 10\)"),
+        (([1, 10], [2, 3]), (0, 8), r"local page 10 is outside its tensor: block id 10 must lie in \[0, 10\)"),
+        (([1, 2], [2, -1]), (0, 8), r"remote page -1 is outside its tensor: block id -1 must lie in \[0, 10\)"),
         (([4, 4], [2, 3]), (0, 8), "local page 4 appears twice"),
         (([3, 4], [0, 0]), (0, 8), "remote page 0 appears twice"),
         (([1], [2]), (3, 2), "0 <= start <= end"),

@@ -23,7 +23,9 @@ def test_block_ids_that_would_wrap_are_refused(block: int) -> None:
     whole = layout(pages=20)
     split = msgspec.structs.replace(whole, layers=(msgspec.structs.replace(whole.layers[0], pages_per_block=4),))
     for ids, side in ((([block], [3]), "local"), (([3], [block]), "remote")):
-        with pytest.raises(PlanError, match=rf"{side} block {block} is outside .* 4 pages to a block.*in \[0, 5\)"):
+        with pytest.raises(
+            PlanError, match=rf"{side} page .*: block id {block} must lie in \[0, 5\), where a block is 4 pages"
+        ):
             plan(split, split, ids, (0, 16))
     assert plan(split, split, ([4], [3]), (0, 16)) == [[16 * PAGE, 0, 12 * PAGE, 4 * PAGE]]
 
