@@ -21,7 +21,7 @@ from kvrdma.strides import Piece, nested, shared
 _MAX_BYTES = 1 << 62
 _MAX_COUNT = 1 << 16
 _MAX_TOKENS = 1 << 20
-_MAX_LAYERS = 1 << 14
+_MAX_LAYERS = 1 << 12
 _MAX_PARTS = 16
 
 

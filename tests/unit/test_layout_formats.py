@@ -284,8 +284,8 @@ def test_many_parts_times_many_layers_cost_nothing() -> None:
     layers = tuple(msgspec.structs.replace(layout.layers[0], name=str(i)) for i in range(4000))
     with pytest.raises(LayoutError, match="need 1 to 16 parts of different names, got 4000"):
         msgspec.structs.replace(layout, formats=(fmt,), layers=layers).validate()
-    with pytest.raises(LayoutError, match="20000 layers are more than"):
-        msgspec.structs.replace(layout, layers=layers * 5).validate()
+    with pytest.raises(LayoutError, match="8000 layers are more than the 4096"):
+        msgspec.structs.replace(layout, layers=layers * 2).validate()
 
 
 def with_part(layout: KVLayout, index: int, **changes: object) -> KVLayout:
