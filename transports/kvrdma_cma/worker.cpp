@@ -10,7 +10,7 @@ namespace kvrdma::cma {
 namespace {
 
 // One call's worth: enough to hide the call, little enough to share a batch between threads and to stop soon.
-constexpr uint64_t kChunkBytes = 2u << 20;
+constexpr uint64_t kChunkBytes = 4u << 20;
 // A second thread is woken for what takes the first one longer than waking does.
 constexpr uint64_t kWakeBytes = 256u << 10;
 
