@@ -105,6 +105,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void close();
     std::vector<Completion> poll();
     int fd() const noexcept { return completions_.fd(); }
+    RowBuffers &buffers() noexcept { return buffers_; }
 
   private:
     struct Local {
@@ -135,6 +136,7 @@ class Core : public std::enable_shared_from_this<Core> {
     const int owner_pid_;
     Identity identity_;
     CompletionQueue completions_;
+    RowBuffers buffers_;
     mutable std::mutex mutex_;
     std::condition_variable work_ready_, thread_ended_;
     std::deque<std::shared_ptr<Batch>> queue_;

@@ -141,6 +141,7 @@ void Core::finish(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mut
     --batch->peer->in_flight;
     completions_.push({batch->error_kind, batch->read, batch->peer->id, batch->rows_given, batch->rows.size(),
                        batch->nbytes, batch->error, batch->error_code});
+    buffers_.give_back(std::move(batch->rows));
     settle(*batch->peer);
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,35 @@ struct Row {
     uint32_t local_region() const noexcept { return static_cast<uint32_t>(region >> 32); }
 };
 static_assert(sizeof(Row) == 32);
+
+// Arrays of rows, used again: a fresh one of some hundred KiB is fresh pages each time, which cost a caller of read()
+// more than everything else it does there. Thread-safe; keeps at most kKept arrays of at most kMaxRows rows.
+class RowBuffers {
+  public:
+    std::vector<Row> copy(const Row *first, size_t count) {
+        std::vector<Row> rows;
+        {
+            std::lock_guard lock(mutex_);
+            if (!spare_.empty()) {
+                rows = std::move(spare_.back());
+                spare_.pop_back();
+            }
+        }
+        rows.assign(first, first + count);
+        return rows;
+    }
+
+    void give_back(std::vector<Row> &&rows) {
+        std::lock_guard lock(mutex_);
+        if (spare_.size() < kKept && rows.capacity() <= kMaxRows)
+            spare_.push_back(std::move(rows));
+    }
+
+  private:
+    static constexpr size_t kKept = 4, kMaxRows = 1u << 18; // 32 MiB at most
+    std::mutex mutex_;
+    std::vector<std::vector<Row>> spare_;
+};
 
 // Registered regions by address. Regions may overlap, so every entry also knows the entry that reaches
 // furthest among those starting at or before it.

@@ -64,7 +64,7 @@ auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance
 
 uint64_t read(Transport &self, uint64_t peer, const RowArray &rows) {
     nb::gil_scoped_release unlocked;
-    return self.read(peer, copy_rows(rows));
+    return self.read(peer, copy_rows(rows, self.buffers()));
 }
 
 std::vector<Event> poll(Transport &self) {
