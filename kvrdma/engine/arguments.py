@@ -34,11 +34,6 @@ def check_published(request_id: Hashable, layout: KVLayout, blocks: Sequence[Seq
     """
     if num_tokens < 0:
         raise PlanError(f"request {request_id!r}: num_tokens {num_tokens} must not be negative")
-    for layer in layout.layers:
-        if layer.group >= len(blocks):
-            raise PlanError(
-                f"request {request_id!r}: {len(blocks)} lists of blocks, layer {layer.name} is in group {layer.group}"
-            )
     for group, ids in enumerate(blocks):
         limits = [
             plane.num_pages // layer.pages_per_block

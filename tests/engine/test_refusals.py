@@ -210,7 +210,7 @@ def test_a_lost_peer_is_forgotten_and_found_again() -> None:
 def test_a_bind_failure_and_what_it_leaves() -> None:
     with Side(MODEL) as producer:
         port = producer.ranks[0].engine.endpoint.port
-        with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}.*process \d+ \(.*python"):
+        with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}.*process \d+ \(.*this process"):
             Side(MODEL, config=replace(SMALL, bind=f"127.0.0.1:{port}"))
 
 
