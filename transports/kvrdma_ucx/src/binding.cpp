@@ -64,7 +64,8 @@ auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance
 
 uint64_t read(Transport &self, uint64_t peer, const RowArray &rows) {
     nb::gil_scoped_release unlocked;
-    return self.read(peer, copy_rows(rows, self.buffers()));
+    RowBuffers fresh;
+    return self.read(peer, copy_rows(rows, fresh));
 }
 
 std::vector<Event> poll(Transport &self) {

@@ -235,7 +235,6 @@ void Endpoint::end_read(Read &read) {
     const Failure &why = read.failure;
     shared_.done.push({why ? why.kind : "", read.id, peer_->id, read.nrows, read.rows_posted, read.nbytes, why.message,
                        why.code});
-    shared_.regions.buffers.give_back(std::move(read.rows));
     reads_.erase(read.id);
 }
 

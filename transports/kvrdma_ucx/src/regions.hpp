@@ -51,8 +51,6 @@ struct Registered {
 
 class Regions {
   public:
-    RowBuffers buffers; // of the reads that acquire regions
-
     static constexpr uint32_t kSlots = 16384;
 
     explicit Regions(const Context &context);

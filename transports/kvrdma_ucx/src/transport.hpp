@@ -50,7 +50,6 @@ class Transport {
     uint64_t read(uint64_t peer, std::vector<Row> rows);
     std::vector<Completion> poll();
     int fd() const noexcept { return done_.fd(); }
-    RowBuffers &buffers() noexcept { return regions_->buffers; }
     void disconnect(uint64_t peer);
     void close();
 
