@@ -77,7 +77,7 @@ static uint64_t connect(Handle &handle, int pid, uint64_t start, uint64_t cookie
 }
 
 static uint64_t read(Handle &handle, uint64_t peer, const RowArray &array) {
-    return handle.call([&](Core &core) { return core.read(peer, copy_rows(array, core.buffers())); });
+    return handle.call([&](Core &core) { return core.read(peer, rows_of(array), array.shape(0)); });
 }
 
 NB_MODULE(_cma, module) {

@@ -21,19 +21,12 @@ std::vector<uint64_t> sizes_of(const std::vector<RemoteMemory> &memory) {
     return sizes;
 }
 
-// Which regions a batch, checked, touches on both sides. Rows of one region mostly follow each other.
-void note_regions(Batch &batch) {
-    uint64_t last = ~0ull;
-    Span *span = nullptr;
-    for (const Row &row : batch.rows) {
-        if (row.region != last) {
-            last = row.region;
-            span = &batch.written.try_emplace(row.local_region(), Span{row.local, row.local}).first->second;
-            batch.remote_regions.insert(row.remote_region());
-        }
-        span->begin = std::min(span->begin, row.local);
-        span->end = std::max(span->end, row.local + row.length);
-    }
+// Adds to the regions a batch touches on either side.
+void note_run(Batch &batch, const Run &run) {
+    Span &span = batch.written.try_emplace(run.local_region, Span{run.begin, run.end}).first->second;
+    span.begin = std::min(span.begin, run.begin);
+    span.end = std::max(span.end, run.end);
+    batch.remote_regions.insert(run.remote_region);
 }
 
 void check_own_memory(uint64_t addr, uint64_t nbytes) {
@@ -200,10 +193,10 @@ uint64_t Core::connect(const Identity &who, std::vector<RemoteMemory> memory) {
     return id;
 }
 
-uint64_t Core::read(uint64_t peer_id, std::vector<Row> rows) {
+uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
     auto batch = std::make_shared<Batch>();
-    batch->rows = std::move(rows);
-    batch->rows_given = batch->rows.size();
+    batch->rows = buffers_.take();
+    batch->rows_given = count;
     std::lock_guard lock(mutex_);
     require_open();
     const auto found = peers_.find(peer_id);
@@ -212,8 +205,8 @@ uint64_t Core::read(uint64_t peer_id, std::vector<Row> rows) {
     PeerState &peer = *found->second;
     if (!peer.lost.empty())
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " was lost: " + peer.lost, peer.lost_code);
-    batch->nbytes = check_rows(batch->rows, table_, peer.sizes);
-    note_regions(*batch);
+    batch->nbytes =
+        take_rows(rows, count, batch->rows, table_, peer.sizes, [&](const Run &run) { note_run(*batch, run); });
     batch->peer = found->second;
     batch->read = next_id_++;
     ++peer.in_flight;

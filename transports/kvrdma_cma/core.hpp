@@ -99,13 +99,12 @@ class Core : public std::enable_shared_from_this<Core> {
     Mark add_region(uint64_t addr, uint64_t nbytes);
     void remove_region(uint32_t id);
     uint64_t connect(const Identity &who, std::vector<RemoteMemory> memory);
-    uint64_t read(uint64_t peer, std::vector<Row> rows);
+    uint64_t read(uint64_t peer, const Row *rows, size_t count);
     void disconnect(uint64_t peer);
     void check_open() const;
     void close();
     std::vector<Completion> poll();
     int fd() const noexcept { return completions_.fd(); }
-    RowBuffers &buffers() noexcept { return buffers_; }
 
   private:
     struct Local {

@@ -66,7 +66,8 @@ int main() {
         posters.emplace_back([&] {
             for (uint64_t i = 0; i < kReads; ++i)
                 try {
-                    core->read(i % 2 ? steady : doomed, rows(i));
+                    const std::vector<Row> batch = rows(i);
+                    core->read(i % 2 ? steady : doomed, batch.data(), batch.size());
                     ++posted;
                 } catch (const StatusError &) {
                     ++refused;
@@ -86,8 +87,10 @@ int main() {
     while (lost == 0)
         drain();
     const uint64_t brief = connect_to(*core, first, base, process, region);
-    for (uint64_t i = 0; i < kLast; ++i, ++posted)
-        core->read(i % 2 ? steady : brief, rows(i));
+    for (uint64_t i = 0; i < kLast; ++i, ++posted) {
+        const std::vector<Row> batch = rows(i);
+        core->read(i % 2 ? steady : brief, batch.data(), batch.size());
+    }
     core->disconnect(brief);
     core->close();
     drain();

@@ -34,6 +34,8 @@ from kvrdma_cma import denied
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvrdma.finding import Finding
+    from kvrdma.host import HostView
     from kvrdma.rows import Rows
 
 _ADDRESS = struct.Struct("<16sQiQQ16s")
@@ -90,6 +92,13 @@ class CmaTransport:
         self._regions: dict[int, Region] = {}
         self._peers: dict[PeerId, Peer] = {}
         self._threads = count
+
+    @staticmethod
+    def diagnose(host: HostView) -> list[Finding]:
+        """Check what the kernel allows, for `kvrdma doctor`."""
+        from kvrdma_cma import diagnose
+
+        return diagnose.diagnose(host)
 
     def capabilities(self) -> Capabilities:
         return Capabilities(

@@ -86,6 +86,20 @@ def load() -> UcxLibrary:
         return library
 
 
+def candidates() -> list[tuple[str, Path]]:
+    """List every UCX that could be chosen on this host, in the order of preference, with who would choose it."""
+    found: list[tuple[str, Path]] = []
+    choice = os.environ.get("KVRDMA_UCX_LIB")
+    if choice:
+        found.append(("KVRDMA_UCX_LIB", _chosen(Path(choice))))
+    systems = _system_libraries()
+    found += [("system" if _has_module(path, "ib") else "system, without verbs", path) for path in systems]
+    wheel = _wheel_library()
+    if wheel is not None:
+        found.append(("wheel", wheel))
+    return list({path: (source, path) for source, path in reversed(found)}.values())[::-1]
+
+
 def mapped_copies() -> list[Path]:
     """List every libucp and libucs that is mapped into this process."""
     paths = set()

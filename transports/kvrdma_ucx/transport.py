@@ -31,6 +31,8 @@ from kvrdma_ucx.blobs import UcxAddress, UcxKey
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvrdma.finding import Finding
+    from kvrdma.host import HostView
     from kvrdma.rows import Rows
 
 _MAX_IN_FLIGHT = 4096
@@ -92,6 +94,13 @@ class UcxTransport:
         self._max_slots = _ucx.Transport.max_regions
         # Ends the thread before the interpreter takes down what it uses, whoever forgot to close.
         self._finalizer = weakref.finalize(self, self._core.close)
+
+    @staticmethod
+    def diagnose(host: HostView) -> list[Finding]:
+        """Check UCX and its settings, for `kvrdma doctor`."""
+        from kvrdma_ucx import diagnose
+
+        return diagnose.diagnose(host)
 
     def capabilities(self) -> Capabilities:
         """Say what UCX found here; which of it a peer gets is ``Peer.via``."""

@@ -1,4 +1,4 @@
-// Rows, and the three things done to a batch before it is posted: check the bounds of both ends, sort, merge.
+// Rows, and the three things done to a batch before it is posted: copy it with its bounds checked, sort, merge.
 // kvrdma/rows.py is the readable definition of the same functions.
 #pragma once
 
@@ -17,9 +17,15 @@ namespace kvrdma {
 
 struct Row {
     uint64_t local;  // address
-    uint64_t region; // remote region index; after check_rows the local region id is in its upper half
+    uint64_t region; // remote region index; after take_rows the local region id is in its upper half
     uint64_t offset; // in the remote region
     uint64_t length;
+
+    Row() noexcept {} // not zeroed: an array that is about to be filled is not written twice
+    Row(uint64_t address, uint64_t remote, uint64_t from, uint64_t nbytes) noexcept
+        : local(address), region(remote), offset(from), length(nbytes) {}
+    // A copy for which every field is read exactly once, whatever another thread writes meanwhile.
+    Row once() const volatile noexcept { return {local, region, offset, length}; }
 
     uint32_t remote_region() const noexcept { return static_cast<uint32_t>(region); }
     uint32_t local_region() const noexcept { return static_cast<uint32_t>(region >> 32); }
@@ -30,16 +36,13 @@ static_assert(sizeof(Row) == 32);
 // more than everything else it does there. Thread-safe; keeps at most kKept arrays of at most kMaxRows rows.
 class RowBuffers {
   public:
-    std::vector<Row> copy(const Row *first, size_t count) {
-        std::vector<Row> rows;
-        {
-            std::lock_guard lock(mutex_);
-            if (!spare_.empty()) {
-                rows = std::move(spare_.back());
-                spare_.pop_back();
-            }
-        }
-        rows.assign(first, first + count);
+    // An array of any size and content.
+    std::vector<Row> take() {
+        std::lock_guard lock(mutex_);
+        if (spare_.empty())
+            return {};
+        std::vector<Row> rows = std::move(spare_.back());
+        spare_.pop_back();
         return rows;
     }
 
@@ -118,26 +121,48 @@ inline std::string describe(const Row &row, size_t index) {
     throw StatusError("RowsError", describe(row, index) + ": " + why);
 }
 
-// Throws RowsError for the first row that leaves its local or remote region; puts the local region's id into
-// the upper half of `region`. Returns the number of bytes of the batch.
-inline uint64_t check_rows(std::vector<Row> &rows, const RegionTable &local, const std::vector<uint64_t> &remote) {
-    const RegionTable::Entry *last = nullptr;
-    uint64_t nbytes = 0;
-    for (size_t i = 0; i < rows.size(); ++i) {
-        Row &row = rows[i];
+// Rows that follow each other and lie in the same region on either side.
+struct Run {
+    uint32_t local_region, remote_region;
+    uint64_t begin, end; // local addresses, from the first byte that may be written to behind the last
+};
+
+// Copies rows that a caller gave and may change meanwhile, checks the copies and tells `note` of every Run, in one
+// pass: cold memory is what a caller of read() waits for. Returns the bytes of the batch. Throws RowsError for the first
+// row that leaves its local or remote region.
+template <typename Note>
+uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, const RegionTable &local,
+                   const std::vector<uint64_t> &remote, Note note) {
+    rows.resize(count);
+    const RegionTable::Entry *here = nullptr;
+    uint64_t nbytes = 0, regions = ~0ull, begin = 0, end = 0;
+    const auto noted = [&] {
+        if (regions != ~0ull)
+            note(Run{static_cast<uint32_t>(regions >> 32), static_cast<uint32_t>(regions), begin, end});
+    };
+    for (size_t i = 0; i < count; ++i) {
+        const Row row = const_cast<const volatile Row *>(given + i)->once();
         if (row.region >= remote.size())
             refuse(row, i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
         const uint64_t size = remote[row.region];
         if (row.length > size || row.offset > size - row.length)
             refuse(row, i, "ends outside the remote region of " + std::to_string(size) + " bytes");
-        if (!last || row.local < last->begin || row.length > last->end - last->begin ||
-            row.local - last->begin > last->end - last->begin - row.length)
-            last = local.find(row.local, row.length);
-        if (!last)
+        if (!here || row.local < here->begin || row.length > here->end - here->begin ||
+            row.local - here->begin > here->end - here->begin - row.length)
+            here = local.find(row.local, row.length);
+        if (!here)
             refuse(row, i, "its local bytes are in no region registered here");
-        row.region |= static_cast<uint64_t>(last->id) << 32;
+        const uint64_t both = row.region | static_cast<uint64_t>(here->id) << 32;
+        if (both != regions) {
+            noted();
+            regions = both, begin = end = row.local;
+        }
+        begin = std::min(begin, row.local);
+        end = std::max(end, row.local + row.length);
         nbytes += row.length;
+        rows[i] = Row(row.local, both, row.offset, row.length);
     }
+    noted();
     return nbytes;
 }
 

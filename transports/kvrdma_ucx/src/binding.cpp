@@ -64,8 +64,7 @@ auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance
 
 uint64_t read(Transport &self, uint64_t peer, const RowArray &rows) {
     nb::gil_scoped_release unlocked;
-    RowBuffers fresh;
-    return self.read(peer, copy_rows(rows, fresh));
+    return self.read(peer, rows_of(rows), rows.shape(0));
 }
 
 std::vector<Event> poll(Transport &self) {

@@ -185,15 +185,17 @@ Served Regions::Reading::copy(const WireRegion &region, const WirePiece &piece, 
     return failed ? Served::kCopyFailed : Served::kBytes;
 }
 
-uint64_t Regions::acquire(std::vector<Row> &rows, const std::vector<uint64_t> &remote, std::vector<uint32_t> &slots) {
+uint64_t Regions::acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
+                          std::vector<uint32_t> &slots) {
+    rows = buffers_.take();
     std::shared_lock lock(mutex_);
-    const uint64_t nbytes = check_rows(rows, table_of_rows_, remote);
     std::bitset<kSlots> seen;
-    for (const Row &row : rows)
-        if (const uint32_t slot = row.local_region(); row.length > 0 && !seen.test(slot)) {
-            seen.set(slot);
-            slots.push_back(slot);
+    const uint64_t nbytes = take_rows(given, count, rows, table_of_rows_, remote, [&](const Run &run) {
+        if (run.begin < run.end && !seen.test(run.local_region)) {
+            seen.set(run.local_region);
+            slots.push_back(run.local_region);
         }
+    });
     {
         std::lock_guard adding(in_flight_mutex_);
         in_flight_.insert(&rows);
@@ -208,13 +210,14 @@ void Regions::merge(std::vector<Row> &rows) {
     merge_rows(rows);
 }
 
-void Regions::release(const std::vector<Row> &rows, const std::vector<uint32_t> &slots) noexcept {
+void Regions::release(std::vector<Row> &rows, const std::vector<uint32_t> &slots) {
     {
         std::lock_guard lock(in_flight_mutex_);
         in_flight_.erase(&rows);
     }
     for (uint32_t slot : slots)
         slots_[slot].reads.fetch_sub(1, std::memory_order_release);
+    buffers_.give_back(std::move(rows));
 }
 
 } // namespace kvrdma::ucx

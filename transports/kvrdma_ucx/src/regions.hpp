@@ -60,11 +60,12 @@ class Regions {
     Registered add(uint64_t addr, uint64_t nbytes, int cuda);
     void remove(uint64_t id);
 
-    // Checks a batch and returns its bytes. Until release() the regions in `slots`, through which it is written, and
-    // every other one that holds a byte of it are busy; until then the rows stay where they are.
-    uint64_t acquire(std::vector<Row> &rows, const std::vector<uint64_t> &remote, std::vector<uint32_t> &slots);
+    // Copies a batch, checked, and returns its bytes. Until release(), which takes the rows, the regions in `slots`,
+    // through which it is written, and every other one that holds a byte of it are busy; `rows` must not move.
+    uint64_t acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
+                     std::vector<uint32_t> &slots);
     void merge(std::vector<Row> &rows);
-    void release(const std::vector<Row> &rows, const std::vector<uint32_t> &slots) noexcept;
+    void release(std::vector<Row> &rows, const std::vector<uint32_t> &slots);
 
     // Of a busy region only, so from any thread.
     ucp_mem_h memh(uint32_t slot) const noexcept { return slots_[slot].memh; }
@@ -112,6 +113,7 @@ class Regions {
     uint64_t next_id_ = 1;
     std::mutex in_flight_mutex_; // after mutex_, if both
     std::unordered_set<const std::vector<Row> *> in_flight_;
+    RowBuffers buffers_;
 };
 
 } // namespace kvrdma::ucx

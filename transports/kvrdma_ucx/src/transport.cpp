@@ -96,18 +96,17 @@ Connected Transport::connect(PeerSpec spec, double timeout_s) {
     throw StatusError(why.kind, why.message, why.code);
 }
 
-uint64_t Transport::read(uint64_t peer_id, std::vector<Row> rows) {
+uint64_t Transport::read(uint64_t peer_id, const Row *rows, size_t count) {
     const Lock lock = open();
     const std::shared_ptr<Peer> peer = find(peer_id);
     if (!peer)
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " is not connected");
-    if (rows.size() > kMaxRows)
-        throw StatusError("RowsError", "a batch of " + std::to_string(rows.size()) + " rows: one read takes at most " +
+    if (count > kMaxRows)
+        throw StatusError("RowsError", "a batch of " + std::to_string(count) + " rows: one read takes at most " +
                                            std::to_string(kMaxRows));
     auto read = std::make_unique<Read>();
-    read->rows = std::move(rows);
-    read->nrows = read->rows.size();
-    read->nbytes = regions_->acquire(read->rows, peer->sizes, read->local_slots);
+    read->nrows = count;
+    read->nbytes = regions_->acquire(rows, count, peer->sizes, read->rows, read->local_slots);
     const uint64_t id = read->id = next_read_++;
     std::lock_guard queueing(peer->mutex);
     if (peer->gone) {

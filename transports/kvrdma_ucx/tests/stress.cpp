@@ -35,7 +35,7 @@ void read_all(Transport &consumer, uint64_t peer, std::vector<uint8_t> &into, st
         std::vector<Row> rows;
         for (uint64_t i = 0; i < kRows; i += 2) // every other row, so that none is merged
             rows.push_back({reinterpret_cast<uint64_t>(into.data()) + i * kRow, 0, i * kRow, kRow});
-        consumer.read(peer, std::move(rows));
+        consumer.read(peer, rows.data(), rows.size());
         ++posted;
     }
 }
