@@ -5,9 +5,10 @@ version is checked before the rest is decoded, so that two versions can always t
 message makes the receiver execute or import anything.
 
 History of ``PROTOCOL_VERSION``:
-    1  link test: ``OpenLink``, ``DescribeLink``, ``FillPool``, ``CloseLink`` and their answers; ``Failed``.
+    1  link test: ``OpenLink``, ``DescribeLink``, ``FillPool``, ``CloseLink``, ``PullLink``, ``DescribeHost`` and
+       their answers; ``Failed``.
        Engines: ``DescribeRanks``, ``AnnounceRank``, ``LeaseDone``, ``Heartbeat``, ``Goodbye``, ``DigestRows``
-       and their answers.
+       and their answers. Store: ``StoreOffer``, ``StoreLookup``, ``StoreRelease``, ``AskStore`` and their answers.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 Small: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Port: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+Keys: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=2 << 20)]
+"""32 bytes per block of a prompt."""
 
 
 class OpenLink(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -86,6 +89,64 @@ class CloseLink(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 class LinkClosed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The link is closed."""
+
+
+class PullLink(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Read in the other direction: from the asker's pool into the link's, and verify."""
+
+    link: Count
+    address: Blob
+    key: Blob
+    pattern: Name
+    shape: tuple[Small, Small, Small]
+    """Layers, blocks, bytes of a block (``kvrdma.bench.patterns.Shape``)."""
+    seed: Count
+    generation: Generation
+    """Of the tags in the asker's pool."""
+    timeout_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+
+class LinkPulled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The read in the other direction has ended."""
+
+    blocking_s: float
+    total_s: float
+    rows_posted: Count
+    one_sided: bool
+    via: Name
+    mismatch: Text
+    """Empty: every byte was right."""
+
+
+class DescribeHost(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask a link test's peer what host it is on (`kvrdma doctor --peer`)."""
+
+
+class NicPort(msgspec.Struct, frozen=True, array_like=True):
+    """One port of an RDMA NIC, for people."""
+
+    name: Name
+    state: Name
+    layer: Name
+    rate: Name
+    mtu: Count
+    """Of its network device, in bytes; 0: unknown."""
+    gids: Name
+
+
+class HostDescribed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What the peer runs with."""
+
+    host: Name
+    kvrdma: Name
+    versions: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)]
+    transports: Annotated[dict[Name, dict[Name, Text]], msgspec.Meta(max_length=64)]
+    """What each transport says of itself."""
+    refused: Annotated[dict[Name, Text], msgspec.Meta(max_length=64)]
+    """Why others cannot be opened there."""
+    ports: Annotated[tuple[NicPort, ...], msgspec.Meta(max_length=256)]
+    mtus: Annotated[dict[Name, Count], msgspec.Meta(max_length=256)]
+    """Of its network devices, in bytes."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -202,6 +263,66 @@ class Noted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     known: Count = 0
 
 
+class StoreOffer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Offer a store the blocks of a prompt: it reads them from the sender, until the sender's lease ends."""
+
+    family: Blob
+    """Which caches they belong to: ``kvrdma.store.geometry.Family``, MessagePack."""
+    rank: Small
+    """Which share of the kv heads they hold."""
+    keys: Keys
+    """Of all blocks of the prompt, from its first."""
+    num_tokens: Count
+    reference: Blob
+    """``PullReference.to_params()``, MessagePack."""
+    within_s: Annotated[float, msgspec.Meta(gt=0, le=86400)]
+    """The sender takes the blocks back after that."""
+
+
+class StoreOffered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What a store makes of an offer; if it accepts, the sender's lease ends once it has read."""
+
+    accepted: bool
+    missing: Small
+    """Blocks of the offer that are not in the store, as far as it knows without looking closer."""
+    reason: Text = ""
+
+
+class StoreLookup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask a store how much of a prompt it has from its start on, and hold that for reading."""
+
+    fingerprint: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    keys: Keys
+    num_tokens: Count
+    hold: bool = True
+
+
+class StoreFound(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first ``blocks`` blocks, ``tokens`` tokens, are there; a reference to them if they are held."""
+
+    blocks: Small
+    tokens: Count
+    lease: Count = 0
+    reference: Blob = b""
+
+
+class StoreRelease(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What a lookup holds is needed no longer."""
+
+    lease: Count
+
+
+class AskStore(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Ask a store for its numbers."""
+
+
+class StoreNumbers(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Its counts since the start and what it holds; bytes and seconds."""
+
+    kvrdma: Name
+    numbers: dict[Name, float]
+
+
 Message: TypeAlias = (
     OpenLink
     | LinkOpened
@@ -211,6 +332,10 @@ Message: TypeAlias = (
     | PoolFilled
     | CloseLink
     | LinkClosed
+    | PullLink
+    | LinkPulled
+    | DescribeHost
+    | HostDescribed
     | Failed
     | DescribeRanks
     | RanksDescribed
@@ -222,6 +347,13 @@ Message: TypeAlias = (
     | DigestRows
     | RowDigests
     | Noted
+    | StoreOffer
+    | StoreOffered
+    | StoreLookup
+    | StoreFound
+    | StoreRelease
+    | AskStore
+    | StoreNumbers
 )
 
 

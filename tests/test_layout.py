@@ -23,6 +23,8 @@ LAYERS = [
         "wire",
         "rows",
         "blob",
+        "finding",
+        "host",
         "blocks",
         "models",
         "strides",
@@ -43,7 +45,8 @@ LAYERS = [
         "stats",
     },
     {"engine"},
-    {"agent", "aggregator", "connector", "bench", "cli", "testing", "__main__"},
+    {"store"},
+    {"agent", "aggregator", "connector", "bench", "cli", "doctor", "testing", "__main__"},
 ]
 NATIVE = {"kvrdma_cma": "_cma", "kvrdma_ucx": "_ucx"}
 

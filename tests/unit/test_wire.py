@@ -19,7 +19,26 @@ MESSAGES = [
     wire.PoolFilled(4096),
     wire.CloseLink(0),
     wire.LinkClosed(),
+    wire.PullLink(3, b"address", b"key", "contig", (1, 2, 64), 1, 4096, 60.0),
+    wire.LinkPulled(1e-6, 1e-3, 2, True, "by hand", ""),
+    wire.DescribeHost(),
+    wire.HostDescribed(
+        "host",
+        "0.1.0",
+        {"torch": "2"},
+        {"t": {"a": "b"}},
+        {"u": "no"},
+        (wire.NicPort("n", "s", "l", "r", 9000, "g"),),
+        {},
+    ),
     wire.Failed("ConfigError", "why"),
+    wire.StoreOffer(b"family", 1, bytes(64), 20, b"reference", 2.5),
+    wire.StoreOffered(accepted=True, missing=2),
+    wire.StoreLookup(bytes(32), bytes(64), 20, hold=False),
+    wire.StoreFound(2, 20, 7, b"reference"),
+    wire.StoreRelease(7),
+    wire.AskStore(),
+    wire.StoreNumbers("0.1.0", {"blocks": 2.0}),
 ]
 
 
