@@ -11,11 +11,12 @@ from typing import TypeVar
 from kvrdma import __version__, wire
 from kvrdma.bench.patterns import Case, Mismatch, Words, find_late, find_mismatch, rows_of
 from kvrdma.bench.pool import Pool, allocate
+from kvrdma.bench.reading import ReadTimes, timed_read
 from kvrdma.bench.report import CaseReport, LinkReport, Times, case_report
 from kvrdma.bench.spawned_peer import Control
-from kvrdma.errors import KVRDMAError, MessageError, ReadTimeoutError, TransportError
+from kvrdma.errors import KVRDMAError, MessageError, TransportError
 from kvrdma.rows import Rows
-from kvrdma.transport import Device, Peer, PeerLost, ReadDone, ReadFailed, Transport, wait
+from kvrdma.transport import Device, Peer, Transport
 
 M = TypeVar("M")
 
@@ -36,15 +37,6 @@ class LinkOptions:
     """Time of all cases together, fills and checks included: slow ones stop after 3 iterations. None: no limit."""
     control_timeout_s: float = 5.0
     read_timeout_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class ReadTimes:
-    """One read: how long ``read`` held the caller, how long all of it took, and rows after merging."""
-
-    blocking_s: float
-    total_s: float
-    rows_posted: int
 
 
 class Link:
@@ -72,7 +64,7 @@ class Link:
         try:
             self.pool: Pool = allocate(pool_nbytes, options.device)
             self.pool.poison()
-            transport.register(self.pool.addr, self.pool.nbytes, self.pool.device)
+            self._region = transport.register(self.pool.addr, self.pool.nbytes, self.pool.device)
             opened = self._ask(
                 wire.OpenLink(transport.name, pool_nbytes, options.require_one_sided),
                 wire.LinkOpened,
@@ -120,26 +112,22 @@ class Link:
             ReadTimeoutError: no end within the deadline; close the transport before the pool is used again.
             TransportError: the read failed or the peer was lost.
         """
-        start = time.perf_counter()
-        read = self.transport.read(self.peer, rows)
-        posted = time.perf_counter()
-        deadline = start + self.options.read_timeout_s
-        while True:
-            for done in self.transport.poll():
-                ended = time.perf_counter()
-                if isinstance(done, ReadDone) and done.read == read:
-                    at_end()
-                    return ReadTimes(posted - start, ended - start, done.rows_posted)
-                if isinstance(done, PeerLost) or (isinstance(done, ReadFailed) and done.read == read):
-                    raise done.reason
-            left_s = deadline - time.perf_counter()
-            if left_s <= 0:
-                raise ReadTimeoutError(
-                    f"{len(rows)} rows by {self.transport.name} did not arrive within "
-                    f"{self.options.read_timeout_s:g} s: the peer hangs, or the link is slower than that "
-                    "(KVRDMA_READ_TIMEOUT_S)"
-                )
-            wait([self.transport], left_s)
+        return timed_read(self.transport, self.peer, rows, self.options.read_timeout_s, at_end)
+
+    def pull_back(self, case: Case) -> wire.LinkPulled:
+        """Let the peer read the case from our pool into its own, with fresh bytes, and verify them.
+
+        Raises:
+            TransportError: the peer cannot read from here, or its read failed.
+        """
+        self._generation = self._generation % 4096 + 1
+        self.pool.fill(self._generation)
+        shape = (case.shape.layers, case.shape.blocks, case.shape.block_bytes)
+        address, seconds = self.transport.address(), self.options.read_timeout_s
+        message = wire.PullLink(
+            self._link, address, self._region.key, case.pattern, shape, case.seed, self._generation, seconds
+        )
+        return self._ask(message, wire.LinkPulled, seconds + self._fill_timeout_s)
 
     def read_and_verify(self, case: Case) -> tuple[ReadTimes, Mismatch | None]:
         """Read fresh bytes once and compare the whole pool with what must be in it."""

@@ -16,11 +16,14 @@ import time
 from dataclasses import dataclass
 
 from kvrdma import __version__, wire
+from kvrdma.bench.host_facts import describe_host
+from kvrdma.bench.patterns import Case, Shape, find_mismatch, rows_of
 from kvrdma.bench.pool import Pool, allocate
+from kvrdma.bench.reading import timed_read
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError, ControlError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
-from kvrdma.transport import Device, Region, Transport, open_transport
+from kvrdma.transport import Device, Peer, Region, Transport, open_transport
 
 MAX_LINKS = 4
 MAX_POOL_NBYTES = 256 << 30
@@ -33,6 +36,9 @@ class _Link:
     pool: Pool
     region: Region
     used_s: float
+    asker: tuple[bytes, bytes] = (b"", b"")
+    """Address and key of the other side's pool, once it was read."""
+    peer: Peer | None = None
 
 
 class LinkPeer:
@@ -62,6 +68,10 @@ class LinkPeer:
             if isinstance(message, wire.FillPool):
                 self._link(message.link).pool.fill(message.generation)
                 return wire.PoolFilled(message.generation)
+            if isinstance(message, wire.PullLink):
+                return self._pull(self._link(message.link), message)
+            if isinstance(message, wire.DescribeHost):
+                return describe_host()
         raise MessageError(f"{type(message).__name__} is an answer, not a request")
 
     def close(self) -> None:
@@ -87,6 +97,31 @@ class LinkPeer:
         number = next(self._ids)
         self._links[number] = _Link(transport, pool, region, time.monotonic())
         return wire.LinkOpened(number, socket.gethostname()[:256], __version__)
+
+    def _pull(self, link: _Link, message: wire.PullLink) -> wire.LinkPulled:
+        case = Case(message.pattern, Shape(*message.shape), message.seed)
+        if case.shape.pool_nbytes > link.pool.nbytes:
+            raise ConfigError(
+                f"a case of {case.shape.pool_nbytes} bytes was asked for, the pool has {link.pool.nbytes}"
+            )
+        if link.asker != (message.address, message.key):
+            link.peer, link.asker = (
+                link.transport.connect(message.address, [message.key]),
+                (message.address, message.key),
+            )
+        assert link.peer is not None
+        link.pool.poison()
+        rows = rows_of(case, link.pool.addr)
+        times = timed_read(link.transport, link.peer, rows, message.timeout_s)
+        wrong = find_mismatch(link.pool.host_bytes(), case, message.generation)
+        return wire.LinkPulled(
+            times.blocking_s,
+            times.total_s,
+            times.rows_posted,
+            link.peer.one_sided,
+            link.peer.via[:256],
+            str(wrong) if wrong else "",
+        )
 
     def _make_room(self) -> None:
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""The `kvrdma` command: link tests and read plans from a terminal."""
+"""The `kvrdma` command: diagnosis, link tests, benchmarks and read plans from a terminal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from kvrdma import __version__
 
 _COMMANDS = {
+    "doctor": ("kvrdma.cli.doctor", "doctor"),
     "link-test": ("kvrdma.cli.link_test", "link_test"),
     "plan": ("kvrdma.cli.plan", "plan_command"),
 }

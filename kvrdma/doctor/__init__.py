@@ -1,0 +1,1 @@
+"""Finds out why transfers do not work or are slow: `kvrdma doctor`."""

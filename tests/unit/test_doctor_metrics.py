@@ -1,0 +1,106 @@
+"""`kvrdma doctor --metrics`: what a vLLM server's counts mean."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+
+import pytest
+
+from kvrdma.doctor.vllm_metrics import examine_server, read_metrics
+from kvrdma.finding import Finding
+
+HEALTHY = """
+# HELP vllm:kvrdma_pull_seconds Time
+vllm:kvrdma_pull_seconds_count{engine="0",model_name="m"} 8.0
+vllm:kvrdma_pull_seconds_sum{engine="0",model_name="m"} 0.4
+vllm:kvrdma_pull_bytes_sum{engine="0",model_name="m"} 8e+09
+vllm:kvrdma_read_seconds_sum{engine="0",model_name="m"} 0.32
+vllm:kvrdma_requests_loaded_total{engine="0",model_name="m"} 4.0
+vllm:kvrdma_leases_held{engine="0",model_name="m"} 0.0
+vllm:num_requests_running{engine="0",model_name="m"} 0.0
+"""
+
+
+def sample(name: str, value: float) -> str:
+    return f'vllm:kvrdma_{name}{{engine="0",model_name="m"}} {value}\n'
+
+
+def levels(text: str) -> dict[str, str]:
+    return {finding.check: finding.level for finding in read_metrics(text)}
+
+
+def one(text: str, check: str) -> Finding:
+    (finding,) = (finding for finding in read_metrics(text) if finding.check == check)
+    return finding
+
+
+def test_a_server_that_pulls_is_green() -> None:
+    assert levels(HEALTHY) == {"transfers": "green", "failed pulls": "green", "leases": "green"}
+    assert "4 requests pulled in 8 pulls of ranks, 50.0 ms each, 25.00 GB/s" in one(HEALTHY, "transfers").found
+
+
+@pytest.mark.parametrize(
+    ("text", "level", "says"),
+    [
+        (sample("requests_without_params_total", 7), "red", "7 requests named no producer"),
+        (sample("leases_expired_total", 3), "red", "3 publications expired unread"),
+        (sample("leases_done_total", 5), "green", "5 publications were read"),
+        (sample("breakers_open", 0), "yellow", "none yet"),
+    ],
+)
+def test_no_transfers_have_a_cause(text: str, level: str, says: str) -> None:
+    finding = one(text, "transfers")
+    assert finding.level == level
+    assert says in finding.found
+
+
+def test_recomputed_requests_and_failures_are_named() -> None:
+    text = (
+        HEALTHY
+        + 'vllm:kvrdma_pull_failures_total{engine="0",peer="p0:1",reason="PullTimeoutError"} 3.0\n'
+        + sample("requests_not_offered_total", 2)
+        + sample("fence_rejections_total", 1)
+        + sample("breakers_open", 1)
+        + sample("quarantined_pulls", 1)
+    )
+    assert one(text, "failed pulls").found == "3 PullTimeoutError from p0:1"
+    assert "KVRDMA_FENCE_SLOTS" in one(text, "recomputed").fix
+    assert one(text, "fence").level == "yellow"
+    assert one(text, "breakers").level == "red"
+    assert one(text, "quarantine").found == "1 pulls"
+
+
+def test_leaks_show_as_leases_without_requests_or_of_great_age() -> None:
+    held = HEALTHY.replace('leases_held{engine="0",model_name="m"} 0.0', 'leases_held{engine="0"} 3.0')
+    assert one(held, "leases").level == "yellow"
+    busy = held.replace('requests_running{engine="0",model_name="m"} 0.0', 'requests_running{engine="0"} 2.0')
+    assert one(busy, "leases").level == "green"
+    assert one(busy + sample("oldest_lease_seconds", 7200), "leases").level == "red"
+
+
+def test_another_connector_is_not_taken_for_ours() -> None:
+    assert "NixlConnector" in one("vllm:nixl_num_failed_transfers_total 0\n", "metrics").found
+    assert one("", "metrics").level == "red"
+
+
+def test_metrics_are_fetched_and_silence_is_red() -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(HEALTHY.encode())
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert [finding.level for finding in examine_server(url)] == ["green"] * 3
+        server.shutdown()
+        thread.join(10)
+    (finding,) = examine_server(url)
+    assert finding.level == "red"
+    assert examine_server("file:///etc/passwd")[0].level == "red"
