@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from kvrdma.engine.shape import tokens_held
 from kvrdma.errors import LayoutError, PlanError
 from kvrdma.layout import KVLayout
 from kvrdma.page_format import LayerSpec
+from kvrdma.plan import BlockSpan
 
 
 def check_caches(caches: object, specs: object) -> None:
@@ -26,14 +28,30 @@ def check_caches(caches: object, specs: object) -> None:
                 raise LayoutError(f"layer {name} is read-only: pulls write into it; give a writable array")
 
 
-def check_published(request_id: Hashable, layout: KVLayout, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
-    """Refuse a publication of blocks that this rank does not have.
+def check_published(
+    request_id: Hashable,
+    layout: KVLayout,
+    blocks: Sequence[Sequence[int]],
+    num_tokens: int,
+    first_blocks: Sequence[int] = (),
+) -> None:
+    """Refuse a publication of blocks that this rank does not have, or of more tokens than its blocks hold.
+
+    A publication without any block is one of a lease only, whose blocks another rank names.
 
     Raises:
         PlanError: names the group, the block and the blocks there are.
     """
     if num_tokens < 0:
         raise PlanError(f"request {request_id!r}: num_tokens {num_tokens} must not be negative")
+    if first_blocks and len(first_blocks) != len(blocks):
+        raise PlanError(f"request {request_id!r}: {len(blocks)} groups of blocks, {len(first_blocks)} first_blocks")
+    spans = [BlockSpan(ids, first) for ids, first in zip(blocks, first_blocks or (0,) * len(blocks), strict=True)]
+    limit = tokens_held(layout, spans)
+    if any(blocks) and num_tokens > limit and any(page.kind != "state" for page in layout.formats):
+        raise PlanError(
+            f"request {request_id!r}: its blocks hold at most {limit} tokens, {num_tokens} are to be published"
+        )
     for group, ids in enumerate(blocks):
         limits = [
             plane.num_pages // layer.pages_per_block

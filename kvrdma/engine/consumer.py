@@ -152,7 +152,9 @@ class Consumer:
             self._reading.word(pull, index)  # on their way while the plan is made
         pairs = zip(reference.blocks, reference.first_blocks, strict=True)
         spans = [BlockSpan(np.asarray(ids, np.int64), first) for ids, first in pairs]
+        began_s = self._loop.now()
         pull.plan = peer.planner.plan(pull.wanted.blocks, spans, pull.wanted.tokens)
+        pull.plan_s = self._loop.now() - began_s
         pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
         pull.posted = not pull.unopened
 
@@ -218,8 +220,13 @@ class Consumer:
         def then() -> None:
             pull.shaped = True
 
+        def finish() -> None:
+            began_s = self._loop.now()
+            self._parts.finish(plan)
+            pull.reshape_s = self._loop.now() - began_s
+
         if plan.reshapes:
-            self._work(pull, lambda: self._parts.finish(plan), then)
+            self._work(pull, finish, then)
         else:
             then()
 
@@ -325,10 +332,18 @@ class Consumer:
         assert pull.reason
         self._parts.stats.pulls_failed += 1
         wanted = pull.wanted
-        peer = pull.peer or self._peers.known(wanted.reference)
-        if peer is not None:
-            self._parts.tenant.tell_done(peer, wanted.reference, succeeded=False)
+        if pull.peer is not None:
+            self._parts.tenant.tell_done(pull.peer, wanted.reference, succeeded=False)
+        else:
+            self._peers.once_known(wanted.reference, lambda peer: self._tell_given_up(peer, wanted.reference))
         self._parts.report(PullFailed(wanted.request_id, pull.reason, pull.attempts, quarantined=pull.quarantined))
+
+    def _tell_given_up(self, peer: PeerEngine, reference: PullReference) -> None:
+        """Let the producer have its blocks back, unless another pull has been asked for them meanwhile."""
+        mine = (reference.engine_id, reference.lease)
+        wanted = (pull.wanted.reference for pull in self._pulls.values())
+        if mine not in ((other.engine_id, other.lease) for other in wanted):
+            self._parts.tenant.tell_done(peer, reference, succeeded=False)
 
     def _complete(self, pull: Pull) -> None:
         assert pull.peer
@@ -348,6 +363,9 @@ class Consumer:
             data_s=max(0.0, pull.arrived_s - pull.posted_s),
             attempts=pull.attempts,
             via=tuple(link.via for link in pull.peer.links),
+            plan_s=pull.plan_s,
+            post_s=pull.post_s,
+            reshape_s=pull.reshape_s,
         )
         self._parts.report(done)  # first: somebody may wait for it
         self._parts.tenant.tell_done(pull.peer, wanted.reference, succeeded=True)

@@ -204,11 +204,11 @@ class Engine:
 
         Raises:
             LeaseError: published already, or every lease is taken.
-            PlanError: a block id or the number of tokens is out of range.
+            PlanError: a block id is out of range, or the blocks do not hold as many tokens.
         """
         self._require_open()
         groups = groups_of(blocks)
-        check_published(request_id, self.layout, groups, num_tokens)
+        check_published(request_id, self.layout, groups, num_tokens, first_blocks)
         key = self._producer.publish(request_id, consumers, lease)
         return PullReference(
             engine_id=self.identity.engine_id,

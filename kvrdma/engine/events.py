@@ -27,6 +27,12 @@ class PullDone:
     attempts: int
     via: tuple[str, ...]
     """Transport and mechanism per source rank."""
+    plan_s: float = 0.0
+    """Of ``elapsed_s``, for the plan."""
+    post_s: float = 0.0
+    """Of ``read_s``, for handing the rows over."""
+    reshape_s: float = 0.0
+    """Of ``read_s``, for the transposes; beside the fence."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,6 +186,19 @@ class Peers:
         """Give the connected peer of a reference, if there is one."""
         return self._ready.get(_key(reference))
 
+    def once_known(self, reference: PullReference, then: Callable[[PeerEngine], None]) -> None:
+        """Do something with a peer that is connected, or once a handshake under way succeeds; starts none."""
+
+        def found(peer: PeerEngine | KVRDMAError) -> None:
+            if isinstance(peer, PeerEngine):
+                then(peer)
+
+        key = _key(reference)
+        if key in self._ready:
+            then(self._ready[key])
+        elif key in self._connecting:
+            self._connecting[key].append(found)
+
     def ready(self) -> list[PeerEngine]:
         """List the connected peers."""
         return list(self._ready.values())

@@ -75,6 +75,9 @@ class Pull:
     arrived_s: float = 0.0
     """When the last byte of data had."""
     rows_posted: int = 0
+    plan_s: float = 0.0
+    post_s: float = 0.0
+    reshape_s: float = 0.0
     reason: KVRDMAError | None = None
     retryable: bool = False
     quarantined: bool = False

@@ -64,6 +64,7 @@ class Reading:
                 self.reads[key] = pull
         pull.posted = True
         pull.asked_s = self._loop.now()
+        pull.post_s = pull.asked_s - pull.posted_s
 
     def judge(self, pull: Pull, index: int) -> bool:
         """Follow a word that has arrived; False if the source has not published yet.

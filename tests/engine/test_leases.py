@@ -192,7 +192,8 @@ def test_abort_at_every_stage(scene: Scene, stage: str, monkeypatch: pytest.Monk
     assert isinstance(event.reason, PullAbortedError)
     assert not event.quarantined
     until(lambda: busy(engine) == {})
-    done(scene.rank.pull(1, reference if stage in {"queued", "handshaking"} else scene.publish(2), [3, 4, 5]))
+    assert ended(scene.sender.wait_for()[0]).request_id == 1  # the producer has its blocks back at once
+    done(scene.rank.pull(1, scene.publish(2), [3, 4, 5]))
     assert engine.poll() == []
 
 

@@ -73,6 +73,10 @@ def test_what_pull_refuses_at_once(scene: Scene) -> None:
 
 
 def test_what_publish_refuses(scene: Scene) -> None:
+    with pytest.raises(PlanError, match="hold at most 8 tokens, 9 are to be published"):
+        scene.sender.engine.publish(1, [0, 1], 9)
+    with pytest.raises(PlanError, match="1 groups of blocks, 2 first_blocks"):
+        scene.sender.engine.publish(1, [0, 1], 8, first_blocks=(0, 1))
     with pytest.raises(PlanError, match="is not one of 16 blocks"):
         scene.sender.engine.publish(1, [-1], 4)
     with pytest.raises(PlanError, match="num_tokens -4 must not be negative"):
