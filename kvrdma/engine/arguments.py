@@ -47,10 +47,10 @@ def check_published(
     if first_blocks and len(first_blocks) != len(blocks):
         raise PlanError(f"request {request_id!r}: {len(blocks)} groups of blocks, {len(first_blocks)} first_blocks")
     spans = [BlockSpan(ids, first) for ids, first in zip(blocks, first_blocks or (0,) * len(blocks), strict=True)]
-    limit = tokens_held(layout, spans)
-    if any(blocks) and num_tokens > limit and any(page.kind != "state" for page in layout.formats):
+    held = tokens_held(layout, spans)
+    if any(blocks) and num_tokens > held and any(page.kind != "state" for page in layout.formats):
         raise PlanError(
-            f"request {request_id!r}: its blocks hold at most {limit} tokens, {num_tokens} are to be published"
+            f"request {request_id!r}: its blocks hold at most {held} tokens, {num_tokens} are to be published"
         )
     for group, ids in enumerate(blocks):
         limits = [
