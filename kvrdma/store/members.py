@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from kvrdma.sidechannel import Endpoint
 from kvrdma.store.geometry import Family, views
 from kvrdma.topology import RankId
 
+_CLOSE_S = 15.0
 _log = logging.getLogger(__name__)
 
 
@@ -121,9 +123,16 @@ class Members:
         return total
 
     def close(self) -> None:
-        """Close the engines, the leader last."""
-        for engine in reversed(self._engines):
-            try:
-                engine.close()
-            except Exception:  # noqa: BLE001 - it has ended by a defect; the others must still be closed
-                _log.exception("an engine of the store ended by a defect")
+        """Close the engines, all at once: each may wait a second for messages to peers that are gone."""
+        closing = [threading.Thread(target=_close, args=(engine,), daemon=True) for engine in self._engines]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(_CLOSE_S)
+
+
+def _close(engine: Engine) -> None:
+    try:
+        engine.close()
+    except Exception:  # noqa: BLE001 - it has ended by a defect; the others must still be closed
+        _log.exception("an engine of the store ended by a defect")

@@ -309,8 +309,11 @@ class Shelf:
             stocks = list(self._stocks.values())
             self._stocks.clear()
             self._by_print.clear()
-        for stock in stocks:
-            stock.members.close()
+        closing = [threading.Thread(target=stock.members.close, daemon=True) for stock in stocks]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
 
 
 def _reserve(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -44,10 +44,14 @@ class Client(ExitStack):
         config = config or replace(cma(), transports=(transport,))
         self.side = self.enter_context(Side(model, transport=transport, config=config))
         self.ranks: list[Rank] = self.side.ranks
-        self.ports = [
-            StorePort(rank.engine, self.enter_context(Stores(endpoints, config, **options)), block_tokens)
-            for rank in self.ranks
-        ]
+        try:
+            self.ports = [
+                StorePort(rank.engine, self.enter_context(Stores(endpoints, config, **options)), block_tokens)
+                for rank in self.ranks
+            ]
+        except BaseException:
+            self.close()
+            raise
         self.port, self.cache = self.ports[0], self.ranks[0].cache
 
     def prompt(self, request: int, count: int, blocks: Sequence[int], rank: int = 0) -> Prompt:
