@@ -5,14 +5,20 @@ Nothing is read at import: whoever starts something calls ``Config.from_env()`` 
 
 from __future__ import annotations
 
+import difflib
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from kvrdma.errors import ConfigError
 
 SECRET_MIN_CHARS = 16
+_PREFIX = "KVRDMA_"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +66,8 @@ class Config:
             ConfigError: a value is malformed; names the variable. A secret is not repeated in the message.
         """
         environ = os.environ if environ is None else environ
+        for name in unknown_settings(environ):
+            _warn_unknown(name)
         values: dict[str, Any] = {}
         for name, (key, parse) in VARIABLES.items():
             text = environ.get(name, "")
@@ -69,6 +77,28 @@ class Config:
                 except ValueError as error:
                     raise ConfigError(f"{name}: {error}") from None
         return cls(**values)
+
+
+def unknown_settings(environ: Mapping[str, str]) -> list[str]:
+    """List variables that look like settings and are none: a misspelt one would silently change nothing.
+
+    ``KVRDMA_<TRANSPORT>_*`` are read by transports.
+    """
+    others = tuple(f"{_PREFIX}{name.upper()}_" for name in _transport_names())
+    return [
+        name for name in environ if name.startswith(_PREFIX) and name not in VARIABLES and not name.startswith(others)
+    ]
+
+
+@lru_cache(maxsize=1)
+def _transport_names() -> tuple[str, ...]:
+    return tuple(point.name for point in entry_points(group="kvrdma.transports"))
+
+
+@lru_cache(maxsize=256)  # once a process
+def _warn_unknown(name: str) -> None:
+    near = difflib.get_close_matches(name, VARIABLES, 1)
+    _log.warning("%s is no setting of kvrdma%s", name, f": did you mean {near[0]}?" if near else "")
 
 
 def _secret(text: str) -> str:
