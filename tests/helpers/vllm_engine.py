@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +50,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, model, transfer, arguments))
+        os.environ["OMP_NUM_THREADS"] = "1"  # here: the child imports torch, which reads it, before it runs anything
         self.process.start()
         theirs.close()
 
@@ -82,6 +84,14 @@ class EngineProcess:
             time.sleep(0.05)
         return dict(left)
 
+    def freeze(self) -> None:
+        """Stop it where it stands, until ``thaw``."""
+        os.kill(self.process.pid or 0, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        os.kill(self.process.pid or 0, signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill it at once."""
         self.process.kill()
@@ -90,6 +100,7 @@ class EngineProcess:
     def close(self) -> None:
         """Stop it in an orderly way."""
         if self.process.is_alive():
+            self.thaw()
             self._pipe.send(("stop", ()))
             self.process.join(20)
         if self.process.is_alive():
@@ -109,7 +120,6 @@ def _serve(pipe: Connection, model: str, transfer: Mapping[str, Any] | None, arg
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
-        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "KVRDMA_TRANSPORTS": "cma",
         "HF_HUB_OFFLINE": "1",
@@ -234,13 +244,22 @@ def _do_left(state: _State) -> dict[str, int]:
         "blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
         "requests": len(scheduler.requests),
     }
-    if scheduler.connector is not None:
+    if hasattr(scheduler.connector, "scheduler"):
         left |= scheduler.connector.scheduler.idle
     return left
 
 
 def _do_seen(state: _State) -> dict[str, int]:
     return dict(state.seen)
+
+
+def _do_cpu(_: _State) -> float:
+    """Seconds of processor time that this process has used, all threads."""
+    return time.process_time()
+
+
+def _do_forget_prefixes(state: _State) -> bool:
+    return bool(state.engine.reset_prefix_cache())
 
 
 def _do_metrics(state: _State) -> dict[str, float]:
@@ -309,6 +328,8 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "abort": _do_abort,
     "left": _do_left,
     "seen": _do_seen,
+    "cpu": _do_cpu,
+    "forget_prefixes": _do_forget_prefixes,
     "metrics": _do_metrics,
     "profile": _do_profile,
     "stats": _do_stats,
