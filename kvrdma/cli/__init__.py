@@ -9,6 +9,7 @@ import click
 from kvrdma import __version__
 
 _COMMANDS = {
+    "bench": ("kvrdma.cli.bench", "bench"),
     "doctor": ("kvrdma.cli.doctor", "doctor"),
     "link-test": ("kvrdma.cli.link_test", "link_test"),
     "plan": ("kvrdma.cli.plan", "plan_command"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
 
 from kvrdma.bench.patterns import Bytes, Case, rows_of
@@ -14,17 +16,20 @@ BATCH_ROWS = 1024
 class MooncakeEnd:
     """One transfer engine, peer to peer (no metadata server)."""
 
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._host = host
+
     def open(self, pool: Bytes) -> bytes:
-        """Start the engine on loopback and register the pool."""
+        """Start the engine at this host's address and register the pool."""
         from mooncake.engine import TransferEngine
 
         self._engine = TransferEngine()
-        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+        if self._engine.initialize(self._host, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake's transfer engine did not start")
         self._addr = pool.ctypes.data
         if self._engine.register_memory(self._addr, len(pool)):
             raise RuntimeError(f"Mooncake refused to register {len(pool)} bytes")
-        return f"127.0.0.1:{self._engine.get_rpc_port()}".encode()
+        return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def connect(self, meta: bytes, remote_pool_addr: int) -> None:
         """Remember where the other engine is; Mooncake connects with the first read."""
@@ -53,4 +58,4 @@ class MooncakeEnd:
 
 
 if __name__ == "__main__":
-    main(MooncakeEnd())
+    main(MooncakeEnd(**json.loads(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""Benchmarks over any number of processes and hosts, launched by torchrun: ``python -m kvrdma.bench``."""

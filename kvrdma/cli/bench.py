@@ -1,0 +1,181 @@
+"""`kvrdma bench`: requests between engines of many processes and hosts, and the model of very many."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from kvrdma.bench.cluster.exchange import from_launcher, node_rank
+from kvrdma.bench.cluster.rank import START_S, address_towards
+from kvrdma.bench.cluster.run import Seat, failure_of, run_rank
+from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
+from kvrdma.bench.cluster.simulate import Links, simulate
+from kvrdma.cli.exits import JsonCommand, run
+from kvrdma.config import Config
+from kvrdma.errors import ConfigError, KVRDMAError
+
+_EPILOG = """\b
+Examples:
+  torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 \\
+      -m kvrdma.bench examples/bench/two-nodes.toml --save run.json
+  kvrdma bench --simulate --engines 1000 --set producer.tp=8 --set consumer.tp=8
+  kvrdma report run.json
+
+\b
+Processes become ranks in order: producers first, engine by engine, then consumers. On several
+hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report. Exit code 0 only if every byte of
+every request was right and nothing failed that the scenario did not provoke.
+"""
+
+
+@click.command("bench", cls=JsonCommand, epilog=_EPILOG)
+@click.argument("scenario_file", metavar="[SCENARIO.toml]", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change the scenario: consumer.tp=2, prompt.kind=uniform, arrival.rate=50. May be repeated.",
+)
+@click.option("--save", type=click.Path(path_type=Path, dir_okay=False), help="Write the report (JSON) to a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object on stdout, at rank 0.")
+@click.option(
+    "--simulate", "simulated", is_flag=True, help="Model many engines in this process instead of moving bytes."
+)
+@click.option(
+    "--engines",
+    type=click.IntRange(2, 100_000),
+    default=1000,
+    show_default=True,
+    help="Engines of the model, half of them producers.",
+)
+@click.option("--latency-us", type=click.FloatRange(0), default=5.0, show_default=True, help="Of the model's links.")
+@click.option(
+    "--gb-per-s",
+    type=click.FloatRange(0.001),
+    default=50.0,
+    show_default=True,
+    help="Of each rank's link in the model.",
+)
+@click.option(
+    "--row-ns", type=click.FloatRange(0), default=100.0, show_default=True, help="Cost of a row in the model."
+)
+def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
+    scenario_file: Path | None,
+    changes: tuple[str, ...],
+    save: Path | None,
+    engines: int,
+    latency_us: float,
+    gb_per_s: float,
+    row_ns: float,
+    *,
+    as_json: bool,
+    simulated: bool,
+) -> None:
+    """Move the KV cache of many requests between engines and say how fast and how right it was.
+
+    Launched by torchrun, one process per rank; SCENARIO.toml says what engines and requests there are.
+    """
+
+    def work() -> KVRDMAError | None:
+        scenario = read_scenario(scenario_file, changes)
+        if simulated:
+            report = simulate(scenario, engines, Links(latency_us * 1e-6, gb_per_s * 1e9, row_ns * 1e-9))
+            show(report, save, as_json=as_json)
+            return None
+        return _run(scenario, save, as_json=as_json)
+
+    run("bench", work, as_json=as_json)
+
+
+def _run(scenario: Scenario, save: Path | None, *, as_json: bool) -> KVRDMAError | None:
+    exchange, number, world = from_launcher(os.environ, START_S)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    local = address_towards(host, port)
+    seat = Seat(number, world, node_rank(), None if local.startswith("127.") or local == "::1" else local)
+    report = run_rank(scenario, seat, exchange, Config.from_env(), lambda text: click.echo(text, err=True))
+    if report is None:
+        return None
+    show(report, save, as_json=as_json)
+    return failure_of(report)
+
+
+def read_scenario(path: Path | None, changes: tuple[str, ...]) -> Scenario:
+    """Read a scenario file and apply ``KEY=VALUE`` changes.
+
+    Raises:
+        ConfigError: file or change cannot be used.
+    """
+    import msgspec
+
+    values: dict[str, Any] = msgspec.to_builtins(load_scenario(path)) if path else {}
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {change!r} is not KEY=VALUE")
+        at = values
+        *folders, name = key.strip().split(".")
+        for folder in folders:
+            at = at.setdefault(folder, {})
+            if not isinstance(at, dict):
+                raise ConfigError(f"--set {change!r}: {folder} is no table")
+        try:
+            at[name] = json.loads(text)
+        except ValueError:
+            at[name] = text
+    return make_scenario(values, str(path or "of --set"))
+
+
+def show(report: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
+    """Print a report, and save it."""
+    if save is not None:
+        try:
+            save.write_text(json.dumps(report) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--save {save}: {error}") from error
+    if as_json:
+        click.echo(json.dumps({key: value for key, value in report.items() if key != "samples"}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    if report["kind"] == "simulate":
+        for key, value in report["result"].items():
+            console.print(f"{key.replace('_', ' ')}: {value}")
+        return
+    _print_run(console, report)
+
+
+def _print_run(console: Console, report: dict[str, Any]) -> None:
+    total = report["total"]
+    console.print(
+        f"{total['requests_done']} of {total['requests']} requests, {total['tokens']} tokens, "
+        f"{total['nbytes'] / 1e9:.2f} GB in {total['seconds']:.2f} s: [bold]{total['gb_per_s']:.2f} GB/s[/]; "
+        f"{total['rows']} rows, {total['rows_posted']} after merging; {total['fence_rejections']} fence rejections"
+    )
+    columns = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", "plan", "post", "wait", "reshape", "results")
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0))
+    for rank in report["ranks"]:
+        split = rank["split_ms"]
+        parts = [split[part]["p50"] for part in ("plan", "post", "wait", "reshape")]
+        numbers = [rank["pull_ms"]["p50"], rank["pull_ms"]["p99"], *parts]
+        results = ", ".join(f"{count} {name}" for name, count in rank["results"].items())
+        cells = ["-" if n is None else f"{n:.2f}" for n in numbers]
+        table.add_row(f"{rank['host']} {rank['rank']}", f"{rank['gb_per_s']:.2f}", str(rank["pulls"]), *cells, results)
+    console.print(table)
+    for row in report["rivals"]:
+        speed = f"{row['gb_per_s']['median']:.2f} GB/s" if row["verified"] else f"failed: {row['error']}"
+        console.print(f"{row['name']}: {row['rows']} x {row['block_bytes']} bytes to {row['readers']} ranks: {speed}")
+    for name, counts in report["nics"].items():
+        console.print(f"{name}: {counts['received'] / 1e6:.1f} MB in, {counts['sent'] / 1e6:.1f} MB out", style="dim")
+    console.print("every byte verified" if report["verified"] else "[bold red]not verified[/]")
+
+
+def main() -> None:
+    """Run as ``python -m kvrdma.bench``."""
+    bench(prog_name="kvrdma bench")
