@@ -111,9 +111,17 @@ class Stores:
         """List all stores in the order in which they are asked for a prompt whose first key is ``key``."""
         return rendezvous(key, self.clients, lambda client: client.name)
 
-    def candidates(self, key: bytes) -> Iterator[StoreClient]:
-        """Go through the stores that are responsible for a prompt: those left alone are skipped, others take over."""
-        return (client for client in self.order(key) if not client.is_open)
+    def candidates(self, key: bytes, deadline_s: float) -> Iterator[tuple[StoreClient, float]]:
+        """Go through the stores for a prompt, the responsible ones first; those left alone are skipped.
+
+        With each comes how long it may take: half of what is left until ``deadline_s``, all of it for the last.
+        """
+        order = [client for client in self.order(key) if not client.is_open]
+        for number, client in enumerate(order):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return
+            yield client, left_s if number == len(order) - 1 else left_s / 2
 
     def close(self) -> None:
         """Drop all connections. Idempotent."""

@@ -7,7 +7,7 @@ import os
 import select
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -22,6 +22,8 @@ from kvrdma.wire import StoreOffer
 MAX_QUEUED = 1024
 _MAX_FILL_S = 60.0
 _IDLE_S = 0.2
+_REFUSE_S = 5.0
+_MAX_REFUSED = 16
 _CLOSE_S = 10.0
 _WARN_EVERY_S = 10.0
 _log = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Filler:
         self._offers: deque[tuple[StoreOffer, float]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._warn = Sparing(_WARN_EVERY_S)
+        self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
+        """Families that could not be opened: until when they are turned away, and why."""
         self._fills = 0
         self._closing = False
         self.defect: BaseException | None = None
@@ -59,13 +63,17 @@ class Filler:
         """Whether it still works: until ``close``, or a defect."""
         return self._thread.is_alive()
 
-    def offer(self, offer: StoreOffer) -> bool:
-        """Queue an offer; false if there are too many."""
+    def offer(self, offer: StoreOffer) -> str:
+        """Queue an offer; gives the reason if it is turned away at once."""
+        now_s = time.monotonic()
+        until_s, why = self._refused.get(offer.family, (0.0, ""))
+        if now_s < until_s:
+            return why
         if len(self._offers) >= MAX_QUEUED or self._closing:
-            return False
-        self._offers.append((offer, time.monotonic() + offer.within_s))
+            return f"{len(self._offers)} offers wait already"
+        self._offers.append((offer, now_s + offer.within_s))
         os.eventfd_write(self._wake, 1)
-        return True
+        return ""
 
     def close(self) -> None:
         """Stop the thread."""
@@ -105,12 +113,20 @@ class Filler:
             self._shelf.numbers.declined += 1
             return
         try:
-            stock = self._shelf.stock(offer.family) or self._shelf.open_stock(offer.family)
-            self._fill(stock, offer, min(left_s, _MAX_FILL_S))
+            self._fill(self._open(offer.family), offer, min(left_s, _MAX_FILL_S))
         except KVRDMAError as error:
             self._shelf.numbers.declined += 1
             if self._warn("offer", time.monotonic()):
                 _log.warning("store: an offer is turned away: %s", error)
+
+    def _open(self, text: bytes) -> Stock:
+        try:
+            return self._shelf.stock(text) or self._shelf.open_stock(text)
+        except KVRDMAError as error:
+            self._refused[text] = time.monotonic() + _REFUSE_S, str(error)
+            if len(self._refused) > _MAX_REFUSED:
+                self._refused.popitem(last=False)
+            raise
 
     def _fill(self, stock: Stock, offer: StoreOffer, timeout_s: float) -> None:
         reference = read_reference(offer.reference)

@@ -131,11 +131,9 @@ class StorePort:
         answers: list[bool] = []
         if not prompt.keys.keys:
             return answers
-        for client in self._stores.candidates(prompt.keys.keys[0]):
-            if len(answers) == self._stores.replicas or time.monotonic() >= deadline_s:
-                break
+        for client, ask_s in self._stores.candidates(prompt.keys.keys[0], deadline_s):
             name = ("put", next(self._numbers))
-            reply = self._offer_to(client, prompt, name, deadline_s)
+            reply = self._offer_to(client, prompt, name, (ask_s, deadline_s))
             if reply is None or not reply.accepted:
                 self._engine.withdraw(name)
             else:
@@ -143,23 +141,27 @@ class StorePort:
                 self._open.add(name)
             if reply is not None:
                 answers.append(reply.accepted or not reply.missing)
+            if len(answers) == self._stores.replicas:
+                break
         return answers
 
-    def _offer_to(self, client: StoreClient, prompt: Prompt, name: _Name, deadline_s: float) -> StoreOffered | None:
+    def _offer_to(
+        self, client: StoreClient, prompt: Prompt, name: _Name, limits: tuple[float, float]
+    ) -> StoreOffered | None:
         try:
             reference = self._engine.publish(name, prompt.blocks, prompt.keys.num_tokens)
         except LeaseError:
             return None
-        left_s = deadline_s - time.monotonic()
+        ask_s, deadline_s = limits
         offer = StoreOffer(
             self._family,
             self._engine.identity.rank.rank,
             prompt.keys.joined(),
             prompt.keys.num_tokens,
             msgspec.msgpack.encode(reference.to_params()),
-            max(left_s, 1e-3),
+            max(deadline_s - time.monotonic(), 1e-3),
         )
-        return client.ask(offer, StoreOffered, min(left_s, self._stores.config.control_timeout_s))
+        return client.ask(offer, StoreOffered, min(ask_s, self._stores.config.control_timeout_s))
 
     # Out of the stores
 
@@ -197,8 +199,8 @@ class StorePort:
         best: tuple[StoreClient, StoreFound] | None = None
         asked = 0
         question = StoreLookup(self.fingerprint, keys.joined(), keys.num_tokens, hold)
-        for client in self._stores.candidates(keys.keys[0]) if keys.keys else ():
-            found = client.ask(question, StoreFound, deadline_s - time.monotonic())
+        for client, ask_s in self._stores.candidates(keys.keys[0], deadline_s) if keys.keys else ():
+            found = client.ask(question, StoreFound, ask_s)
             asked += found is not None
             if found is not None and found.blocks and (best is None or found.tokens > best[1].tokens):
                 if best is not None:

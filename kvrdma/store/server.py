@@ -104,10 +104,9 @@ class StoreServer:
         missing = self._shelf.missing(offer)
         if not missing:
             return StoreOffered(accepted=False, missing=0, reason="everything is there, or on its way")
-        if self._filler.offer(offer):
-            return StoreOffered(accepted=True, missing=missing)
-        numbers.declined += 1
-        return StoreOffered(accepted=False, missing=missing, reason="too many offers at once")
+        refusal = self._filler.offer(offer)
+        numbers.declined += bool(refusal)
+        return StoreOffered(accepted=not refusal, missing=missing, reason=refusal)
 
     def close(self) -> None:
         """Stop answering, revoke every lease, let go of the memory. Takes some seconds at most. Idempotent.

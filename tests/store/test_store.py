@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kvrdma.errors import ConfigError, KVRDMAError, MessageError, PlanError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store import Prompt, Stores, StoreServer
 from kvrdma.store.numbers import DESCRIPTIONS, Exporter
-from kvrdma.wire import AskStore, CloseLink, StoreFound, StoreLookup, StoreNumbers, StoreOffer, StoreOffered
+from kvrdma.wire import (
+    AskStore,
+    CloseLink,
+    StoreFound,
+    StoreLookup,
+    StoreNumbers,
+    StoreOffer,
+    StoreOffered,
+    StoreRelease,
+)
 from tests.helpers.stores import MODEL, RECORD, Client, cma, tokens_of, until
 from tests.helpers.tagged import Model, busy
 
@@ -176,7 +188,7 @@ def test_a_store_full_of_blocks_being_read_only_costs_misses(store: StoreServer)
         assert one.get(99, 32, BLOCKS) == 0
         assert one.get(0, 32, BLOCKS) == 32
         for each in held:
-            raw.request(__import__("kvrdma").wire.StoreRelease(each.lease), 5.0)
+            raw.request(StoreRelease(each.lease), 5.0)
         until(lambda: not store.stats()["held"], store.stats)
         assert one.put(99, 32, BLOCKS)
         assert one.get(99, 32, BLOCKS) == 32
@@ -191,9 +203,10 @@ def test_readers_and_writers_at_once_see_whole_blocks_only() -> None:
     def work(seed: int, endpoints: list[str]) -> None:
         try:
             with Client(endpoints) as client:
-                for step in range(60):
-                    request = (seed * 7 + step * 3) % 12
-                    if (seed + step) % 2:
+                rng = random.Random(seed)
+                for _ in range(60):
+                    request = rng.randrange(12)
+                    if rng.random() < 0.5:
                         client.put(request, 32, BLOCKS, 5.0)
                     else:
                         seen["asked"] += 32
@@ -265,8 +278,6 @@ def test_malformed_messages_are_answered_and_change_nothing(store: StoreServer) 
 
 
 def test_an_offer_that_leads_nowhere_leaves_nothing_behind(store: StoreServer) -> None:
-    import msgspec
-
     with Client(at(store)) as one, SideChannelClient(store.endpoint) as raw:
         one.put(1, 8, BLOCKS)
         keys = one.port.keys(tokens_of(2, 8)).joined()
@@ -313,10 +324,13 @@ def test_settings_that_cannot_work(what: object, says: str) -> None:
 
 
 def test_blocks_too_large_for_the_store_are_misses() -> None:
-    with StoreServer(1 << 16, cma()) as store, Client(at(store)) as one:
-        assert not one.put(1, 8, BLOCKS, timeout_s=1.0)
+    with StoreServer(1 << 16, cma()) as store, Client(at(store), replace(MODEL, layers=4)) as one:
+        assert not one.put(1, 8, BLOCKS, timeout_s=1.0)  # waits: only the thread that fills finds out
+        began_s = time.monotonic()
+        assert not one.put(1, 8, BLOCKS, timeout_s=60.0)  # known by now
+        assert time.monotonic() - began_s < 30
         assert one.get(1, 8, BLOCKS) == 0
-        assert store.stats()["declined"] == 1
+        assert store.stats()["declined"] == 2
         assert store.alive
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,7 +159,7 @@ def _offer_and_freeze(state: SimpleNamespace, endpoint: str, transport: str) -> 
 
 @pytest.mark.needs("ucx")
 def test_a_sender_that_freezes_amid_its_offer_costs_others_nothing() -> None:
-    process, endpoint = start_store(config=at.replace(cma(pull_timeout_s=2.0), transports=("ucx",)))
+    process, endpoint = start_store(config=replace(cma(pull_timeout_s=2.0), transports=("ucx",)))
     sender = PeerProcess()
     try:
         with Client([endpoint], transport="ucx") as one:
@@ -177,7 +178,7 @@ def test_a_sender_that_freezes_amid_its_offer_costs_others_nothing() -> None:
 
 @pytest.mark.needs("ucx")
 def test_over_the_network_and_frozen() -> None:
-    process, endpoint = start_store(config=at.replace(cma(), transports=("ucx",)))
+    process, endpoint = start_store(config=replace(cma(), transports=("ucx",)))
     try:
         with Client([endpoint], transport="ucx") as one, Client([endpoint], transport="ucx") as two:
             assert one.put(1, 29, BLOCKS)

@@ -1,0 +1,214 @@
+"""The parts of an agent: configuration, factory, batches, states."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrdma.agent import AgentConfig, CacheFacts, KVTransferAgent, ModelInput, TransferConfig, register_connector
+from kvrdma.agent.batch import read_batch
+from kvrdma.agent.config import ConnectorOptions
+from kvrdma.agent.factory import unregister_connector
+from kvrdma.errors import ConfigError, MessageError, PlanError
+
+FACTS = CacheFacts(model={"model": "m"}, block_size=4, num_kv_heads=4)
+
+
+class Recorder:
+    """A connector of somebody else's."""
+
+    def __init__(self, *made_with: object) -> None:
+        self.calls: list[tuple[object, ...]] = [made_with]
+
+    def send_kv_caches_and_hidden_states(self, *arguments: object) -> None:
+        self.calls.append(arguments)
+
+    def recv_kv_caches_and_hidden_states(self, *arguments: object) -> tuple[str, bool, str]:
+        self.calls.append(arguments)
+        return "states", True, "input"
+
+    def close(self) -> None:
+        self.calls.append(())
+
+
+@pytest.fixture
+def recorder() -> Iterator[str]:
+    module = ModuleType("a_connector_of_somebody")
+    module.Recorder = Recorder  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    register_connector("recorder", module.__name__, "Recorder")
+    yield "recorder"
+    unregister_connector("recorder")
+    del sys.modules[module.__name__]
+
+
+def agent_of(transfer: TransferConfig | None) -> KVTransferAgent:
+    return KVTransferAgent(3, 1, AgentConfig(transfer, FACTS))
+
+
+def test_an_agent_passes_through_to_the_connector_it_made(recorder: str) -> None:
+    agent = agent_of(TransferConfig(kv_connector=recorder))
+    assert isinstance(agent.connector, Recorder)
+    with agent:
+        agent.send_kv_caches_and_hidden_states("model", "batch", "caches", "hidden")
+        assert agent.recv_kv_caches_and_hidden_states("model", "batch", "caches") == ("states", True, "input")
+    assert agent.connector.calls == [
+        (3, 1, agent.config),
+        ("model", "batch", "caches", "hidden"),
+        ("model", "batch", "caches"),
+        (),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("transfer", "says"),
+    [
+        (None, "kv_transfer_config is not set"),
+        (TransferConfig(kv_connector=None), "no KV transfer instance: kv_connector None"),
+        (TransferConfig(kv_role=None), "kv_role None"),
+        (TransferConfig(kv_role="producer"), "kv_role 'producer'"),
+        (TransferConfig(kv_connector="nixl"), "'nixl' is unknown: registered are kvrdma"),
+        (TransferConfig(), "give stores"),
+        (TransferConfig(kv_connector_extra_config={"store": "a:1"}), "unknown store; known: .*stores"),
+        (TransferConfig(kv_connector_extra_config={"stores": "a"}), "HOST:PORT"),
+        (TransferConfig(kv_connector_extra_config={"stores": "a:1", "send_timeout_s": 0}), "send_timeout_s=0"),
+        (TransferConfig(kv_connector_extra_config={"stores": "a:1,b:1", "replicas": 3}), "replicas=3"),
+    ],
+)
+def test_configurations_that_cannot_work(transfer: TransferConfig | None, says: str) -> None:
+    with pytest.raises(ValueError, match=says) as caught:
+        agent_of(transfer)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_names_are_taken_once_and_resolved_late(recorder: str) -> None:
+    with pytest.raises(ConfigError, match="'recorder' is registered already"):
+        register_connector(recorder, "other", "Other")
+    for name, module, kind in (("late", "no_such_module", "X"), ("empty", "a_connector_of_somebody", "Missing")):
+        register_connector(name, module, kind)  # nothing is imported yet
+        try:
+            with pytest.raises(ConfigError, match=f"'{name}' \\({module}.{kind}\\) cannot be loaded"):
+                agent_of(TransferConfig(kv_connector=name))
+        finally:
+            unregister_connector(name)
+
+
+def test_roles() -> None:
+    roles = [TransferConfig(kv_role=role) for role in ("kv_producer", "kv_consumer", "kv_both", None)]
+    assert [each.is_kv_producer for each in roles] == [True, False, True, False]
+    assert [each.is_kv_consumer for each in roles] == [False, True, True, False]
+
+
+def test_a_text_of_stores() -> None:
+    assert list(ConnectorOptions.read({"stores": "a:1, b:2,"}).stores) == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize(
+    ("tp", "heads", "kind", "shape", "shares"),
+    [
+        (1, 4, "attention", 1, [0]),
+        (2, 4, "attention", 2, [0, 1, 0, 1]),  # two pipeline stages
+        (8, 2, "attention", 2, [0, 0, 0, 0, 1, 1, 1, 1]),
+        (4, 1, "mla", 1, [0, 0, 0, 0]),
+    ],
+)
+def test_ranks_that_hold_the_same_heads_count_once(
+    tp: int, heads: int, kind: Any, shape: int, shares: list[int]
+) -> None:
+    facts = replace(FACTS, tp_size=tp, num_kv_heads=heads, kind=kind)
+    assert facts.shape.tp_size == shape
+    assert [facts.share(rank) for rank in range(len(shares))] == shares
+
+
+# Batches
+
+
+def test_a_batch_is_taken_apart() -> None:
+    slots = [20, 21, 22, 23, 8, 12, 13, 14]
+    batch = ModelInput(np.arange(8), [5, 3], slots, salts=[b"", b"x"])
+    one, two = read_batch(batch, 4)
+    assert (one.tokens.tolist(), one.blocks, one.start, one.end, one.salt) == ([0, 1, 2, 3, 4], [5, 2], 0, 5, b"")
+    assert (two.tokens.tolist(), two.blocks, two.start, two.end, two.salt) == ([5, 6, 7], [3], 5, 8, b"x")
+    nested = SimpleNamespace(
+        input_tokens=[1, 2], attn_metadata=SimpleNamespace(seq_lens=[2], slot_mapping=np.array([[4, 5]]))
+    )
+    assert read_batch(nested, 4)[0].blocks == [1]
+    assert read_batch(ModelInput([], [], []), 4) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (ModelInput([1, 2], [1], [4, 5]), "1 tokens in all has 2 input_tokens"),
+        (ModelInput([1, 2], [2], [4]), "1 slots"),
+        (ModelInput([1, 2], [2], [4, 6]), "token 1 is in slot 6, slot 5 follows"),
+        (ModelInput([1, 2], [2], [-1, 5]), "token 0 is in slot -1"),
+        (ModelInput([1, 2], [2], [5, 6]), "token 0 is in slot 5, slot 4 follows"),
+        (ModelInput([1.0, 2.0], [2], [4, 5]), "input_tokens must be integers"),
+        (ModelInput([], [0], []), "prompt 0 of the batch has 0 tokens"),
+        (ModelInput([1], [1], [4], salts=[b"", b""]), "2 salts"),
+        (SimpleNamespace(input_tokens=[1]), "needs slot_mapping: SimpleNamespace has none"),
+    ],
+)
+def test_batches_that_do_not_add_up(batch: object, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        read_batch(batch, 4)
+
+
+# States
+
+torch = pytest.importorskip("torch")
+
+from kvrdma.agent.states import IntermediateTensors, join_states, slice_states  # noqa: E402
+
+SPANS = [(0, 3), (3, 4), (4, 9)]
+
+
+@pytest.mark.parametrize("rows", [9, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int64", "bool"])
+def test_states_come_back_as_they_were(rows: int, dtype: str) -> None:
+    states = torch.randint(0, 2, (rows, 2, 5)).to(getattr(torch, dtype))
+    pieces = slice_states(states, SPANS)
+    joined = join_states(pieces, "cpu")
+    assert joined.dtype == states.dtype
+    assert torch.equal(joined.view(torch.uint8), states.view(torch.uint8))
+    assert torch.equal(
+        join_states(pieces[1:2], "cpu").float(), states[3:4].float() if rows == 9 else states[1:2].float()
+    )
+
+
+@pytest.mark.parametrize("wrap", [IntermediateTensors, dict])
+def test_named_states_come_back_by_name(wrap: Callable[[object], object]) -> None:
+    states = {"hidden_states": torch.randn(9, 4), "residual": torch.randn(9, 0), "scale": torch.randn(9).half()}
+    joined = join_states(slice_states(wrap(states), SPANS), "cpu")
+    assert isinstance(joined, IntermediateTensors)
+    assert list(joined.tensors) == list(states)
+    assert all(torch.equal(joined.tensors[name], each) for name, each in states.items())
+
+
+def test_states_of_neither_tokens_nor_prompts() -> None:
+    with pytest.raises(PlanError, match=r"states of \[4\] rows for a batch of 3 prompts of 9 tokens"):
+        slice_states(torch.zeros(4, 2), SPANS)
+    with pytest.raises(PlanError, match=r"\[3, 9\] rows"):
+        slice_states({"a": torch.zeros(9, 2), "b": torch.zeros(3, 2)}, SPANS)
+
+
+def test_damaged_states() -> None:
+    one = slice_states(torch.randn(9, 4), SPANS)
+    two = slice_states({"a": torch.randn(9, 4)}, SPANS)
+    bad = [b"", one[0][:20], one[0][:-1], b"\0" * 64]
+    bad += [one[0].replace(b"float32", dtype) for dtype in (b"Tensor7", b"float99")]
+    for piece in bad:
+        with pytest.raises(MessageError):
+            join_states([piece], "cpu")
+    with pytest.raises(MessageError, match="different kinds"):
+        join_states([one[0], two[1]], "cpu")
+    three = slice_states({"b": torch.randn(9, 4)}, SPANS)
+    with pytest.raises(MessageError, match="different names"):
+        join_states([two[0], three[1]], "cpu")
