@@ -188,6 +188,7 @@ class LeaseBook:
         self._leases: dict[LeaseKey, _Lease] = {}
         self._keys: dict[Hashable, LeaseKey] = {}
         self._by_slot: dict[int, LeaseKey] = {}
+        self._prepared: set[LeaseKey] = set()
         self._early: OrderedDict[LeaseKey, dict[tuple[str, int], frozenset[int]]] = OrderedDict()
         self._early_size = 0
         self._ended: list[Ended] = []
@@ -197,6 +198,27 @@ class LeaseBook:
 
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._keys
+
+    def prepare(self, key: LeaseKey) -> None:
+        """Make a lease's word live ahead of ``publish``: its reference goes out as soon as the KV is there.
+
+        Who gives out a reference only after every rank has prepared, and after the KV was computed, spares consumers
+        the first look at the word. Until then nobody knows the lease, whatever the blocks hold.
+
+        Raises:
+            LeaseError: as ``publish``.
+        """
+        self._adopt(f"lease {tuple(key)}", key)
+        self._table.make_live(key)
+        self._prepared.add(key)
+
+    def discard(self, key: LeaseKey) -> None:
+        """Take back a prepared lease that will not be published; others are left alone."""
+        if key in self._prepared:
+            self._prepared.remove(key)
+            self._take_early(key)
+            self._table.revoke(key)
+            self._table.release(key)
 
     def publish(self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None) -> LeaseKey:
         """Open a lease for ``request_id`` and make its word live.
@@ -216,7 +238,11 @@ class LeaseBook:
         if consumers < 1:
             raise LeaseError(f"request {request_id!r}: consumers={consumers}, needs at least 1")
         adopted = key is not None
-        key = self._table.allocate() if key is None else self._adopt(request_id, key)
+        if key is None:
+            key = self._table.allocate()
+        elif key not in self._prepared:
+            self._adopt(request_id, key)
+        self._prepared.discard(key)
         self._table.make_live(key)
         self._leases[key] = _Lease(request_id, now_s + self._lease_s, consumers)
         self._keys[request_id] = key
@@ -226,7 +252,7 @@ class LeaseBook:
                 self.done(key, consumer, rank, readers)
         return key
 
-    def _adopt(self, request_id: Hashable, key: LeaseKey) -> LeaseKey:
+    def _adopt(self, request_id: Hashable, key: LeaseKey) -> None:
         if not 0 <= key.slot < len(self._table):
             raise LeaseError(f"request {request_id!r}: slot {key.slot} of {len(self._table)} does not exist")
         if self._table.word(key.slot) >> 1 >= key.generation:
@@ -234,7 +260,6 @@ class LeaseBook:
         if key.slot in self._by_slot:
             self._end(self._by_slot[key.slot], End.EXPIRED)
         self._table.take(key)
-        return key
 
     def done(self, key: LeaseKey, consumer: str, rank: int, readers: Iterable[int]) -> bool:
         """Note that ``rank`` of engine ``consumer`` needs the lease no longer.
@@ -264,7 +289,9 @@ class LeaseBook:
         return True
 
     def _remember(self, key: LeaseKey, consumer: str, rank: int, readers: frozenset[int]) -> None:
-        if not 0 <= key.slot < len(self._table) or self._table.word(key.slot) >> 1 >= key.generation:
+        if not 0 <= key.slot < len(self._table):
+            return
+        if self._table.word(key.slot) >> 1 >= key.generation and key not in self._prepared:
             return  # it has ended, or never was
         early = self._early.setdefault(key, {})
         if (consumer, rank) not in early:
@@ -319,6 +346,8 @@ class LeaseBook:
         """End every publication now."""
         for key in list(self._leases):
             self._end(key, End.WITHDRAWN)
+        for key in list(self._prepared):
+            self.discard(key)
 
     @property
     def remembered(self) -> int:

@@ -34,6 +34,7 @@ class _Ours(msgspec.Struct, frozen=True):
     lease_generation: Number
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=86400)] = 30.0
     first_blocks: Annotated[tuple[Small, ...], msgspec.Meta(max_length=256)] = ()
+    live: bool = False
 
 
 class _Params(msgspec.Struct, frozen=True):
@@ -73,6 +74,8 @@ class PullReference(msgspec.Struct, frozen=True):
     pp_size: int = 1
     interleave: int = 1
     dcp_across_tp: bool = False
+    live: bool = False
+    """Every rank had prepared the lease, and the KV was computed, before this was given out."""
 
     def to_params(self) -> dict[str, Any]:
         """Give the JSON-able object of ``kv_transfer_params``."""
@@ -97,6 +100,7 @@ class PullReference(msgspec.Struct, frozen=True):
                 "lease_generation": self.lease.generation,
                 "lease_s": self.lease_s,
                 "first_blocks": list(self.first_blocks),
+                "live": self.live,
             },
         }
 
@@ -132,6 +136,7 @@ class PullReference(msgspec.Struct, frozen=True):
             pp_size=read.pp_size,
             interleave=read.interleave,
             dcp_across_tp=read.dcp_across_tp,
+            live=read.kvrdma.live,
         )
 
 

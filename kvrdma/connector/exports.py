@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -43,16 +44,38 @@ class Exports:
         self._options = options
         self._slots = FenceTable(options.config.fence_slots)
         self._leases: dict[str, LeaseKey] = {}
+        self._prepared: dict[str, LeaseKey] = {}
         self.refused = 0
         """Finished requests that found every lease taken."""
 
     def __len__(self) -> int:
-        return len(self._leases)
+        return len(self._leases) + len(self._prepared)
 
     def renew_registration(self) -> int:
         """Begin a new generation: references to what was registered before are refused."""
+        for lease in self._prepared.values():
+            self._slots.release(lease)
+        self._prepared.clear()  # the ranks have forgotten them
         self.generation = max(self.generation + 1, time.time_ns() // 1000)
         return self.generation
+
+    def prepare(self, request: Request, step: StepMetadata) -> None:
+        """Have every rank ready before the request can end: its consumer then finds the lease live at once.
+
+        Called in a step that computes some of the prompt; its tokens come back after every rank has begun that step.
+        """
+        if self.endpoint is None or request.request_id in self._prepared:
+            return
+        with suppress(LeaseError):  # all are taken: then, or a publication at the end is late by one step
+            self._prepared[request.request_id] = self._slots.allocate()
+            step.prepare.append(self._prepared[request.request_id])
+
+    def discard(self, request_id: str, step: StepMetadata) -> None:
+        """Take back what was prepared for a request that has ended otherwise."""
+        lease = self._prepared.pop(request_id, None)
+        if lease is not None:
+            step.discard.append(lease)
+            self._slots.release(lease)
 
     def export(
         self,
@@ -77,8 +100,9 @@ class Exports:
         num_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         # A prefill may have computed tokens of its own answer; its consumer wants the prompt.
         num_tokens = min(num_tokens, request.num_tokens if turn_back else request.num_prompt_tokens)
+        prepared = self._prepared.pop(request.request_id, None)
         try:
-            lease = self._slots.allocate()
+            lease = prepared or self._slots.allocate()
         except LeaseError as error:
             self.refused += 1
             _log.warning("request %s is not offered: %s", request.request_id, error)
@@ -94,7 +118,11 @@ class Exports:
             "do_remote_prefill": not turn_back,
             "do_remote_decode": turn_back,
         }
-        params["kvrdma"] |= {"first_blocks": list(first_blocks), "prompt": prompt_digest(request, num_tokens)}
+        params["kvrdma"] |= {
+            "first_blocks": list(first_blocks),
+            "prompt": prompt_digest(request, num_tokens),
+            "live": prepared is not None and not with_blocks,  # staged ones are not there yet
+        }
         return params
 
     def _reference(self, request_id: str, lease: LeaseKey, num_tokens: int, lease_s: float) -> dict[str, Any]:

@@ -52,6 +52,10 @@ class Load:
 class StepMetadata(KVConnectorMetadata):
     """What the workers have to do, collected since the last step."""
 
+    discard: list[LeaseKey] = field(default_factory=list)
+    """Prepared leases of requests that are not offered."""
+    prepare: list[LeaseKey] = field(default_factory=list)
+    """Leases of requests whose prefill begins: their words are live before anybody is told of them."""
     publish: list[Publication] = field(default_factory=list)
     hold: list[tuple[str, PullReference]] = field(default_factory=list)
     """Requests that wait to be scheduled: keep their producer's lease alive."""
@@ -62,7 +66,8 @@ class StepMetadata(KVConnectorMetadata):
     """Loads under way that nobody wants any more."""
 
     def __bool__(self) -> bool:
-        return bool(self.publish or self.hold or self.load or self.decline or self.abort)
+        begun = self.prepare or self.publish or self.hold or self.load
+        return bool(begun or self.discard or self.decline or self.abort)
 
 
 @dataclass(slots=True)

@@ -80,24 +80,30 @@ class SchedulerSide:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Pull into the blocks just reserved, or decline."""
         self._loads.allocated(request, blocks, num_external_tokens, self._step)
+        params = request.kv_transfer_params
+        if params and params.get("do_remote_decode"):
+            self._exports.prepare(request, self._step)
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer a finished request's blocks to its consumer, if it has one to come."""
+        offered = self._offer(request, block_ids)
+        if offered is None:
+            self._exports.discard(request.request_id, self._step)
+        return offered is not None, offered
+
+    def _offer(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
         was_load = request.request_id in self._loads
         over = self._loads.finished(request, self._step)
         params = request.kv_transfer_params
         if not params or not over:
-            return False, None
+            return None
         is_prefill = bool(params.get("do_remote_decode"))
         turn_back = not is_prefill and self._options.bidirectional and ("kvrdma" in params or was_load)
         if not is_prefill and not turn_back:
-            return False, None
-        offered = self._exports.export(
-            request, block_ids, self._step, turn_back=turn_back, with_blocks=self._with_blocks
-        )
-        return offered is not None, offered
+            return None
+        return self._exports.export(request, block_ids, self._step, turn_back=turn_back, with_blocks=self._with_blocks)
 
     # Steps
 

@@ -24,6 +24,7 @@ from kvrdma.errors import (
     ReadCancelledError,
     TransportError,
 )
+from kvrdma.lease import LeaseKey
 from kvrdma.plan import BlockSpan
 from kvrdma.topology import RankId
 
@@ -137,6 +138,10 @@ class WorkerSide:
         if not step:
             return
         self._news |= bool(step.publish)
+        for lease in step.discard if self._engine is not None else ():
+            self.engine.discard(lease)
+        for lease in step.prepare:
+            self._prepare(lease)
         for publication in step.publish:
             self._publish(publication)
         for request_id, reference in step.hold:
@@ -149,6 +154,12 @@ class WorkerSide:
             if request_id in self._loading:
                 self.engine.abort(request_id)
 
+    def _prepare(self, lease: LeaseKey) -> None:
+        try:
+            self.engine.prepare(lease)
+        except KVRDMAError as error:
+            _log.warning("lease %s cannot be prepared: %s", tuple(lease), error)
+
     def _publish(self, publication: Publication) -> None:
         try:
             if self._staging is not None:
@@ -158,6 +169,7 @@ class WorkerSide:
             )
         except KVRDMAError as error:
             _log.warning("request %s cannot be published: %s", publication.request_id, error)
+            self.engine.discard(publication.lease)
             self._results.sent.add(publication.request_id)
             return
         self._publishing.add(publication.request_id)

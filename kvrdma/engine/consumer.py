@@ -148,13 +148,17 @@ class Consumer:
         pull.peer = peer
         pull.posted_s = self._loop.now()
         self._parts.tenant.keep(pull, reference, peer.tell)
-        for index in range(len(peer.links)):
-            self._reading.word(pull, index)  # on their way while the plan is made
+        if not reference.live:
+            for index in range(len(peer.links)):
+                self._reading.word(pull, index)  # on their way while the plan is made
         pairs = zip(reference.blocks, reference.first_blocks, strict=True)
         spans = [BlockSpan(np.asarray(ids, np.int64), first) for ids, first in pairs]
         began_s = self._loop.now()
         pull.plan = peer.planner.plan(pull.wanted.blocks, spans, pull.wanted.tokens)
         pull.plan_s = self._loop.now() - began_s
+        if reference.live:
+            self._reading.data(pull)
+            return
         pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
         pull.posted = not pull.unopened
 

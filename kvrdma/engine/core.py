@@ -224,6 +224,15 @@ class Engine:
             **handshake.sizes_of(self.identity.shape),
         )
 
+    def prepare(self, lease: LeaseKey) -> None:
+        """Let a lease be read before ``publish`` is called for it here; see ``LeaseBook.prepare``."""
+        self._require_open()
+        self._producer.prepare(lease)
+
+    def discard(self, lease: LeaseKey) -> None:
+        """Take back a lease that was prepared and will not be published."""
+        self._producer.discard(lease)
+
     def extend(self, request_id: Hashable, seconds: float) -> bool:
         """Hold a publication for ``seconds`` from now at least, whatever ``lease_s``; False if it has ended."""
         return self._producer.extend(request_id, seconds)

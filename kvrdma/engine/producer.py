@@ -80,6 +80,19 @@ class Producer:
             finally:
                 self._report_ended()  # its consumers may have been done already
 
+    def prepare(self, key: LeaseKey) -> None:
+        """Make a word live ahead of its publication; see ``LeaseBook.prepare``."""
+        with self._lock:
+            try:
+                self._book.prepare(key)
+            finally:
+                self._report_ended()  # an older lease may have had the slot
+
+    def discard(self, key: LeaseKey) -> None:
+        """Take back a lease that was prepared and will not be published."""
+        with self._lock:
+            self._book.discard(key)
+
     def extend(self, request_id: Hashable, seconds: float) -> bool:
         """Hold a publication for ``seconds`` from now at least; False if it has ended or never was."""
         with self._lock:

@@ -33,6 +33,36 @@ def test_all_but_the_last_token_comes_from_the_producer(engines: Make, length: i
     assert d.finished == {"d": "length"}
 
 
+@pytest.mark.parametrize("theirs", [{"tp": 1}, {"tp": 2}, {"pp": 2}, {"batched_tokens": 48}])
+def test_a_request_can_be_pulled_before_its_producer_takes_another_step(engines: Make, theirs: dict[str, Any]) -> None:
+    from tests.helpers.mini_engine import run, settle
+
+    p, d = engines("p", "kv_producer", shape(**theirs)), engines("d", "kv_consumer")
+    prompt = prompt_of(129)
+    d.add("d", prompt, prefill(p, "p", prompt), new=4)
+    run(d, until=lambda: d.status("d") == "RUNNING")
+    assert d.cached["d"] == (0, 128)
+    assert d.wrong_positions("d", 0, 129) == []
+    settle(p, d)
+    assert p.blocks_in_use() == 0
+
+
+def test_a_prefill_that_is_aborted_leaves_no_lease_behind(engines: Make) -> None:
+    from tests.helpers.mini_engine import settle
+
+    p = engines("p", "kv_producer", shape(batched_tokens=48))
+    for number in range(3):
+        p.add(f"p{number}", prompt_of(161), PREFILL)
+        p.step()
+        p.step()
+        worker = p.ranks[0].connector.worker
+        assert worker.engine._producer._book._prepared != set()
+        p.abort(f"p{number}")
+        settle(p)
+        assert worker.engine._producer._book._prepared == set()
+        assert {worker.engine._fence.word(slot) & 1 for slot in range(8)} == {0}
+
+
 SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp 1 to 2": ({"tp": 1}, {"tp": 2}),
     "tp 2 to 1": ({"tp": 2}, {"tp": 1}),
@@ -46,6 +76,10 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blocks 64 to 32": ({"block_size": 64}, {"block_size": 32}),
     "tp 1 to 2, blocks 32 to 64": ({"tp": 1}, {"tp": 2, "block_size": 64}),
     "chunked prefill": ({"batched_tokens": 48}, {}),
+    "tp 1 to 2, blocks 64 to 32, chunked prefill": (
+        {"tp": 1, "block_size": 64, "batched_tokens": 48},
+        {"tp": 2, "block_size": 32, "batched_tokens": 48},
+    ),
     "full and sliding window": ({"windows": (0, 48)}, {"windows": (0, 48)}),
     "sliding window only, tp 1 to 2": ({"windows": (48,)}, {"windows": (48,), "tp": 2}),
     "mla, tp 2 to 1": ({"mla": True, "tp": 2}, {"mla": True}),

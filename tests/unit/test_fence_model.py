@@ -43,7 +43,7 @@ def clone(book: LeaseBook) -> LeaseBook:
     new._leases = {
         key: replace(lease, readers=dict(lease.readers), done=set(lease.done)) for key, lease in book._leases.items()
     }
-    new._keys, new._by_slot = dict(book._keys), dict(book._by_slot)
+    new._keys, new._by_slot, new._prepared = dict(book._keys), dict(book._by_slot), set(book._prepared)
     new._early = OrderedDict((key, dict(value)) for key, value in book._early.items())
     new._early_size, new._ended = book._early_size, list(book._ended)
     return new
@@ -64,6 +64,9 @@ class World:
 
     book: LeaseBook
     protocol: tuple[str, ...] = PROTOCOL
+    script: tuple[Callable[[World], None], ...] = ()
+    told: int = 0
+    """How far the producer is when its consumers hear of the lease."""
     memory: tuple[str, str] = ("old", "old")
     producer: int = 0
     now_s: float = 0.0
@@ -79,20 +82,21 @@ class World:
             for key, lease in self.book._leases.items()
         )
         early = tuple((key, frozenset(value.items())) for key, value in self.book._early.items())
+        early += tuple((key, frozenset()) for key in self.book._prepared)
         word = self.book._table.word(0)
         return word, leases, early, self.memory, self.producer, self.now_s, self.free, self.consumers
 
     def moves(self) -> Iterator[Callable[[World], None]]:
         """Everything that may happen next, each on a copy of this world."""
-        if self.producer < len(PRODUCER):
-            yield PRODUCER[self.producer]
+        if self.producer < len(self.script):
+            yield self.script[self.producer]
         if "A" in self.book:
             yield lambda world: world.end(lambda: world.book.withdraw("A"))
         if self.now_s < LAST_S:
             yield World.tick
         if isinstance(self.book, LateRevoke):
             yield lambda world: world.book._table.revoke(KEY) if world.free and world.producer < 6 else None
-        for index, consumer in enumerate(self.consumers):
+        for index, consumer in enumerate(self.consumers if self.producer >= self.told else ()):
             if consumer.step < len(self.protocol):
                 yield lambda world, index=index: world.advance(index)  # type: ignore[misc]
             yield lambda world: world.beat()
@@ -166,13 +170,29 @@ def publish_b(world: World) -> None:
     world.producer += 1
 
 
+def prepare_a(world: World) -> None:
+    world.book.prepare(KEY)
+    world.producer += 1
+
+
+def tell_of_a(world: World) -> None:
+    world.producer += 1
+
+
 PRODUCER = (write(0, "A"), write(1, "A"), publish_a, reuse, write(0, "B"), write(1, "B"), publish_b)
+PREPARED = (prepare_a, write(0, "A"), write(1, "A"), tell_of_a, *PRODUCER[2:])
 Found: TypeAlias = dict[str, int]
 
 
-def explore(book: type[LeaseBook] = LeaseBook, protocol: tuple[str, ...] = PROTOCOL, consumers: int = 2) -> Found:
+def explore(
+    book: type[LeaseBook] = LeaseBook,
+    protocol: tuple[str, ...] = PROTOCOL,
+    consumers: int = 2,
+    script: tuple[Callable[[World], None], ...] = PRODUCER,
+    told: int = 0,
+) -> Found:
     """Visit every state that can be reached; count the outcomes that occur in them."""
-    start = World(book(FenceTable(1), LEASE_S), protocol, consumers=(Consumer(),) * consumers)
+    start = World(book(FenceTable(1), LEASE_S), protocol, script, told, consumers=(Consumer(),) * consumers)
     seen, todo, outcomes = {start.key()}, [start], dict[str, int]()
     while todo:
         world = todo.pop()
@@ -208,6 +228,18 @@ def test_without_a_look_before_and_after_the_checker_finds_wrong_bytes(
     protocol: tuple[str, ...], wrong: tuple[str, str]
 ) -> None:
     assert explore(protocol=protocol, consumers=1)[f"WRONG {wrong}"] > 0
+
+
+def test_one_look_is_enough_where_the_word_was_live_before_anybody_was_told() -> None:
+    found = explore(protocol=("read 0", "read 1", "word", "tell"), script=PREPARED, told=4)
+    assert {name for name in found if name.startswith("WRONG")} == set()
+    assert found["success"] > 500
+    assert found["revoked"] > 100
+
+
+def test_the_checker_finds_a_reference_given_out_before_the_kv_is_there() -> None:
+    found = explore(protocol=("read 0", "read 1", "word", "tell"), script=PREPARED, told=2, consumers=1)
+    assert found["WRONG ('A', 'old')"] > 0
 
 
 def test_the_checker_finds_a_word_revoked_after_its_blocks_were_freed() -> None:
