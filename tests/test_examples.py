@@ -22,3 +22,19 @@ def test_two_processes() -> None:
     assert f"consumer: {4 * 100 * 8 * 2 * 64 * 2} bytes" in ended.stdout
     assert "producer: request 7: every consumer is done" in ended.stdout
     assert len((EXAMPLES / "two_processes.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.needs("cma")
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("kv_store.py", ["engine 2: 40 of 43 tokens found", "engine 3: 45 of 45 tokens found"]),
+        ("prefill_decode.py", [f"prompt of {length} tokens" for length in (21, 8, 30)]),
+    ],
+)
+def test_agents(name: str, says: list[str]) -> None:
+    ended = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert all(text in ended.stdout for text in says), ended.stdout
+    assert "DIFFER" not in ended.stdout

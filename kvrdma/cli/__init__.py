@@ -13,6 +13,7 @@ _COMMANDS = {
     "doctor": ("kvrdma.cli.doctor", "doctor"),
     "link-test": ("kvrdma.cli.link_test", "link_test"),
     "plan": ("kvrdma.cli.plan", "plan_command"),
+    "store": ("kvrdma.cli.store", "store"),
 }
 
 

@@ -26,12 +26,13 @@ _SHAPED = ("layers", "kv_heads", "head_dim", "dtype", "tp", "tokens", "block_tok
 
 
 class Size(click.ParamType[int]):
-    """A number of bytes from 8 to 128 GiB: ``4096``, ``32K``, ``32KB``, ``32KiB``, ``1M``, ``2G`` (powers of 1024)."""
+    """A number of bytes from 8 on, as a rule to 128 GiB: ``4096``, ``32K``, ``32KB``, ``32KiB``, ``1M``, ``2G`` (powers of 1024)."""
 
     name = "size"
 
-    def __init__(self, multiple_of: int = 1) -> None:
+    def __init__(self, multiple_of: int = 1, most: int = _MAX_NBYTES) -> None:
         self._multiple_of = multiple_of
+        self._most = most
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Read it; a usage error where that is impossible."""
@@ -39,8 +40,8 @@ class Size(click.ParamType[int]):
         if not match:
             self.fail(f"{value!r} is not a size such as 4096, 32K or 1MiB", param, ctx)
         nbytes = int(match[1]) * _UNITS[match[2]]
-        if not 8 <= nbytes <= _MAX_NBYTES:
-            self.fail(f"{value!r} is outside 8 bytes to {_MAX_NBYTES >> 30} GiB", param, ctx)
+        if not 8 <= nbytes <= self._most:
+            self.fail(f"{value!r} is outside 8 bytes to {self._most >> 30} GiB", param, ctx)
         if nbytes % self._multiple_of:
             self.fail(f"{value!r} is not a multiple of {self._multiple_of}", param, ctx)
         return nbytes

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvrdma.engine import Ended, Engine, PullDone, PullFailed, PullReleased
+from kvrdma.engine.arguments import check_published
 from kvrdma.errors import LeaseError, MessageError, PullError
 from kvrdma.plan import BlockSpan, TokenRange
 from kvrdma.store.clients import StoreClient, Stores
@@ -182,8 +183,11 @@ class StorePort:
             For each how many tokens are in place. Beyond them its blocks may hold anything.
 
         Raises:
+            PlanError: a block id is out of range.
             PullError: a transport may still write into the blocks, long after the deadline: they must not be used.
         """
+        for number, prompt in enumerate(prompts):
+            check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], prompt.keys.num_tokens)
         start_s = time.monotonic()
         deadline_s = start_s + timeout_s
         look_until_s = start_s + min(timeout_s, timeout_s if look_s is None else look_s)

@@ -257,7 +257,7 @@ def test_malformed_messages_are_answered_and_change_nothing(store: StoreServer) 
         one.put(1, 8, BLOCKS)
         family, keys = one.port._family, one.port.keys(tokens_of(2, 8)).joined()
         reference = b"\xc1"
-        bad = [
+        bad: list[StoreOffer | StoreLookup] = [
             StoreOffer(family, 0, keys, 9, reference, 1.0),
             StoreOffer(family, 1, keys, 8, reference, 1.0),
             StoreOffer(family, 0, keys[:-1], 8, reference, 1.0),
