@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +41,26 @@ def _cma() -> bool:
         os.waitpid(child, 0)
 
 
+def _netns() -> bool:
+    """Whether network namespaces and veth pairs can be made here."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"kvtry{os.getpid()}"
+    made = subprocess.run(
+        ["ip", "link", "add", name, "type", "veth", "peer", f"{name}p"], capture_output=True, check=False
+    )
+    if made.returncode == 0:
+        subprocess.run(["ip", "link", "del", name], capture_output=True, check=False)
+    space = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False)
+    if space.returncode == 0:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.returncode == space.returncode == 0
+
+
 NEEDS: dict[str, Callable[[], bool]] = {
     "cma": _cma,
     "gpu": _gpu,
+    "netns": functools.cache(_netns),
     "nvrtc": _module("cuda.bindings.nvrtc"),
     "root": lambda: os.geteuid() == 0,
     "torch": _module("torch"),

@@ -155,7 +155,7 @@ def _print_run(console: Console, report: dict[str, Any]) -> None:
     total = report["total"]
     console.print(
         f"{total['requests_done']} of {total['requests']} requests, {total['tokens']} tokens, "
-        f"{total['nbytes'] / 1e9:.2f} GB in {total['seconds']:.2f} s: [bold]{total['gb_per_s']:.2f} GB/s[/]; "
+        f"{total['nbytes'] / 1e9:.2f} GB in {total['busy_seconds']:.2f} s: [bold]{total['gb_per_s']:.2f} GB/s[/]; "
         f"{total['rows']} rows, {total['rows_posted']} after merging; {total['fence_rejections']} fence rejections"
     )
     columns = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", "plan", "post", "wait", "reshape", "results")

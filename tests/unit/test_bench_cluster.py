@@ -22,7 +22,7 @@ from kvrdma.bench.cluster.rank import place_of
 from kvrdma.bench.cluster.run import Seat, failure_of, run_rank
 from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
 from kvrdma.bench.cluster.simulate import Links, Model, play, simulate
-from kvrdma.bench.cluster.summary import nixlbench_row, percentile
+from kvrdma.bench.cluster.summary import busy_seconds, nixlbench_row, percentile
 from kvrdma.cli import main
 from kvrdma.config import Config
 from kvrdma.engine.producer import Producer
@@ -275,6 +275,11 @@ def test_percentiles_and_nixlbench_columns_are_arithmetic() -> None:
         "Block Size (B)": 1000, "Batch Size": 4, "B/W (GB/Sec)": 0.4, "Avg Lat. (us)": 2.5, "Avg Prep (us)": 1.0,
         "P99 Prep (us)": 1.0, "Avg Post (us)": 2.0, "P99 Post (us)": 2.0, "Avg Tx (us)": 10.0, "P99 Tx (us)": 10.0,
     }  # fmt: skip
+
+
+def test_time_in_which_nothing_moves_does_not_count() -> None:
+    spans = [(0.0, 1.0), (0.5, 2.0), (5.0, 6.0), (5.2, 5.4)]
+    assert busy_seconds(Outcome(1, "", "done", 0, low, high) for low, high in spans) == pytest.approx(3.0)
 
 
 def test_counters_of_nics(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ class ConsumerRank:
 
     @staticmethod
     def _fill(outcome: Outcome, done: PullDone) -> None:
+        outcome.ended_s = outcome.began_s + done.elapsed_s  # this thread may have been checking bytes meanwhile
         outcome.nbytes, outcome.rows, outcome.rows_posted = done.nbytes, done.rows, done.rows_posted
         outcome.attempts, outcome.plan_s, outcome.post_s = done.attempts, done.plan_s, done.post_s
         outcome.wait_s, outcome.reshape_s = max(0.0, done.data_s - done.post_s), done.reshape_s

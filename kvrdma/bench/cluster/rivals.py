@@ -15,6 +15,7 @@ from kvrdma.bench.link import LinkOptions
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.rivals.pair import JSON, Child, Contender, ContenderError
 
+LOOPBACK = "127.0.0.1"
 _STEP_S = 180.0
 
 
@@ -23,7 +24,7 @@ def contenders(scenario: Scenario, host: str) -> list[Contender]:
     wanted = scenario.rivals
     if not (wanted.nixl or wanted.mooncake):
         return []
-    mine = {"transport": scenario.transports[0] if scenario.transports else _network_transport()}
+    mine = {"transport": scenario.transports[0] if scenario.transports else _transport(near=host == LOOPBACK)}
     found = [Contender("kvrdma", sys.executable, "ours", mine, mine)]
     if wanted.nixl:
         thread = {"progress_thread": True}
@@ -33,10 +34,12 @@ def contenders(scenario: Scenario, host: str) -> list[Contender]:
     return found
 
 
-def _network_transport() -> str:
+def _transport(*, near: bool) -> str:
+    """Give the best transport that reaches the others."""
+    reaches = ("host", "network") if near else ("network",)
     candidates = open_candidates(AUTO, LinkOptions())
     try:
-        return next(each.name for each in candidates.transports if each.capabilities().reach == "network")
+        return next(each.name for each in candidates.transports if each.capabilities().reach in reaches)
     finally:
         candidates.close()
 

@@ -57,15 +57,9 @@ def run_rank(scenario: Scenario, seat: Seat, exchange: Exchange, config: Config,
         wait_count(exchange, "finished", seat.world, START_S + member.timeout_s)  # producers outlive their readers
     finally:
         member.engine.close()
-    compared = rivals.compare(scenario, seat.number, exchange, seat.listen or "127.0.0.1")
+    compared = rivals.compare(scenario, seat.number, exchange, seat.listen or rivals.LOOPBACK)
     exchange.put(f"report/{seat.number}", {**report, "rivals": compared})
-    if seat.number:
-        wait_count(exchange, "told", 1, START_S)  # rank 0 may hold the store
-        return None
-    try:
-        return _gather(scenario, seat, exchange)
-    finally:
-        exchange.add("told")
+    return None if seat.number else _gather(scenario, seat, exchange)  # rank 0 may hold the store: it leaves last
 
 
 def _work(member: Member, place: Place) -> JSON:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvrdma import __version__
@@ -31,11 +31,20 @@ def spread(values: Sequence[float], scale: float = 1e3) -> JSON:
     return {"mean": round(sum(values) / len(values) * scale, 4), **marks, "max": round(max(values) * scale, 4)}
 
 
+def busy_seconds(outcomes: Iterable[Outcome]) -> float:
+    """Give the time during which a pull was under way; what lies between, checks of bytes, does not count."""
+    total_s, until_s = 0.0, 0.0
+    for each in sorted(outcomes, key=lambda one: one.began_s):
+        total_s += max(0.0, each.ended_s - max(each.began_s, until_s))
+        until_s = max(until_s, each.ended_s)
+    return total_s
+
+
 def rank_report(name: str, host: str, outcomes: Sequence[Outcome], stats: Mapping[str, int], *, restart: bool) -> JSON:
     """Sum up one consumer rank; with ``restart`` requests may fail by the producer's restart."""
     done = [each for each in outcomes if each.result == "done"]
     bad = [each for each in outcomes if unexpected(each, restart=restart)]
-    ended_s = max((each.ended_s for each in outcomes), default=0.0)
+    busy_s = busy_seconds(done)
     nbytes = sum(each.nbytes for each in done)
     parts = ("plan", "post", "wait", "reshape")
     return {
@@ -46,7 +55,7 @@ def rank_report(name: str, host: str, outcomes: Sequence[Outcome], stats: Mappin
         "unexpected": [f"request {each.request}: {each.result} {each.why}" for each in bad[:20]],
         "wrong_rows": sum(each.wrong_rows for each in done),
         "nbytes": nbytes,
-        "gb_per_s": round(nbytes / ended_s / 1e9, 4) if ended_s else 0.0,
+        "gb_per_s": round(nbytes / busy_s / 1e9, 4) if busy_s else 0.0,
         "rows": sum(each.rows for each in done),
         "rows_posted": sum(each.rows_posted for each in done),
         "pull_ms": spread([each.ended_s - each.began_s for each in done]),
@@ -68,13 +77,15 @@ def total_report(scenario: Scenario, ranks: Sequence[JSON], outcomes: Mapping[st
     nbytes = sum(rank["nbytes"] for rank in ranks)
     ended_s = max((one.ended_s for many in by_request.values() for one in many), default=0.0)
     flat = [one for many in done.values() for one in many]
+    busy_s = busy_seconds([one for many in by_request.values() for one in many if one.result == "done"])
     return {
         "requests": len(by_request),
         "requests_done": len(done),
         "tokens": sum(scenario.lengths()[r] for r in done),
         "seconds": round(ended_s, 4),
         "nbytes": nbytes,
-        "gb_per_s": round(nbytes / ended_s / 1e9, 4) if ended_s else 0.0,
+        "busy_seconds": round(busy_s, 4),
+        "gb_per_s": round(nbytes / busy_s / 1e9, 4) if busy_s else 0.0,
         "request_ms": spread(seconds),
         "rows": sum(rank["rows"] for rank in ranks),
         "rows_posted": sum(rank["rows_posted"] for rank in ranks),

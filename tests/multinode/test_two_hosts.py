@@ -1,0 +1,126 @@
+"""Two hosts and the line between them: link test, doctor, a cut, and requests of four ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.hosts import Background, VethHosts, kvrdma, serving
+from tests.helpers.two_hosts import TwoHosts
+
+pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("ucx"), pytest.mark.needs("netns")]
+SMALL = ("--nbytes", "256K", "--block", "4K,64K", "--iters", "3", "--pattern", "fragmented", "--json")
+PORT = 7471
+
+
+@pytest.fixture(scope="module", params=["IPv4", "IPv6"])
+def hosts(request: pytest.FixtureRequest) -> Iterator[VethHosts]:
+    six = request.param == "IPv6"
+    with VethHosts(six=six, mtus=(1500, 1500) if six else (1500, 9000)) as pair:
+        yield pair
+
+
+def test_a_link_test_and_doctor_between_two_hosts(hosts: VethHosts, tmp_path: Path) -> None:
+    there, here = hosts.hosts
+    endpoint = hosts.endpoint(0, PORT)
+    with serving(there, hosts.device, endpoint, tmp_path / "serve.log"):
+        ended = kvrdma(here, hosts.device, "link-test", "connect", endpoint, *SMALL)
+        assert ended.returncode == 0, ended.stderr
+        report = json.loads(ended.stdout)
+        assert (report["verified"], report["one_sided"]) == (True, False)
+        assert len(report["cases"]) == 2
+        strict = kvrdma(here, hosts.device, "link-test", "connect", endpoint, "--require-rdma", *SMALL)
+        assert strict.returncode == 8, strict.stderr
+        examined = kvrdma(here, hosts.device, "doctor", "--json", "--peer", endpoint)
+        found = {each["check"]: each for each in json.loads(examined.stdout)["findings"]}
+        assert hosts.addresses[0] in found["peer"]["found"]
+        assert f"from {hosts.addresses[1]}, path MTU {hosts.mtus[1]}" in found["peer"]["found"]
+        assert ("peer mtu" in found) == (hosts.mtus[0] != hosts.mtus[1])
+        network = [each for each in found.values() if "reads from there by" in each["found"]]
+        assert any(each["level"] == "green" and "kvwire" in each["found"] for each in network), found
+
+
+def launched(hosts: VethHosts, tmp_path: Path, *bench: str) -> list[Background]:
+    """Four ranks on two hosts: by torchrun, or over IPv6 by its variables alone, as Slurm or MPI would."""
+    python, master, port = sys.executable, hosts.addresses[0], "29500"
+    sides = list(enumerate(zip(hosts.hosts, hosts.addresses, strict=True)))
+    if not hosts.six:
+        nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", master, "--master-port", port]
+        run = [python, "-m", "torch.distributed.run", *nodes]
+        return [
+            Background(
+                host, hosts.device, *run, "--node-rank", str(side), "--local-addr", address, "-m", "kvrdma.bench",
+                *bench,
+                log=tmp_path / f"{side}.log",
+            )
+            for side, (host, address) in sides
+        ]  # fmt: skip
+    ranks = [(2 * side + local, local, host) for side, (host, _) in sides for local in range(2)]
+    return [
+        Background(
+            host, hosts.device, "env", f"RANK={rank}", f"LOCAL_RANK={local}", "WORLD_SIZE=4", f"MASTER_ADDR={master}",
+            f"MASTER_PORT={port}", python, "-m", "kvrdma.bench", *bench, log=tmp_path / f"{rank}.log",
+        )
+        for rank, local, host in ranks
+    ]  # fmt: skip
+
+
+def test_requests_of_four_ranks(hosts: VethHosts, tmp_path: Path) -> None:
+    sizes = ["producer.tp=2", "consumer.tp=2", "consumer.block=32", "requests=8", "prompt.tokens=128",
+             'model={"layers":2,"kv_heads":4,"head_dim":32}', "failures.withdraw=0.2"]  # fmt: skip
+    saved = tmp_path / "report.json"
+    with ExitStack() as stack:
+        runs = launched(hosts, tmp_path, *(f"--set={each}" for each in sizes), "--save", str(saved))
+        for run in runs:
+            stack.enter_context(run)
+        codes = [run.end(100) for run in runs]
+        assert set(codes) == {0}, "\n".join(run.output() for run in runs)
+    report = json.loads(saved.read_text())
+    assert report["verified"]
+    assert (report["total"]["requests"], report["total"]["wrong_rows"]) == (8, 0)
+    assert report["total"]["requests_done"] >= 8 - report["total"]["fence_rejections"]
+    assert len(report["ranks"]) == 2
+    carried = [counts for name, counts in report["nics"].items() if "kvwire" in name]
+    assert sum(counts["received"] for counts in carried) > report["total"]["nbytes"] > 0, report["nics"]
+
+
+def test_a_cut_line_gives_errors_in_time_and_recovers(tmp_path: Path) -> None:
+    with VethHosts(six=True) as pair:
+        there, here = pair.hosts
+        endpoint = pair.endpoint(0, PORT)
+        timing = {"KVRDMA_READ_TIMEOUT_S": "2", "KVRDMA_CONTROL_TIMEOUT_S": "2"}
+        with serving(there, pair.device, endpoint, tmp_path / "serve.log"):
+            long = ("--nbytes", "16M", "--block", "4K", "--iters", "100000", "--json")
+            words = (sys.executable, "-m", "kvrdma", "link-test", "connect", endpoint, *long)
+            with Background(here, pair.device, "env", *(f"{k}={v}" for k, v in timing.items()), *words,
+                            log=tmp_path / "connect.log") as run:  # fmt: skip
+                run.wait_for("1/3 ")  # the measured reads have begun
+                pair.cable("down")
+                began_s = time.monotonic()
+                assert run.end(60) in (3, 9), run.output()
+                assert time.monotonic() - began_s < 30
+                assert '"verified": false' in run.output()
+            refused = kvrdma(here, pair.device, "link-test", "connect", endpoint, *SMALL, **timing)
+            assert refused.returncode == 3, refused.stderr
+            pair.cable("up")
+            again = kvrdma(here, pair.device, "link-test", "connect", endpoint, *SMALL, **timing)
+            assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.needs("tun")
+def test_a_line_of_a_millisecond_that_loses_packets(tmp_path: Path) -> None:
+    with TwoHosts(delay_s=0.001, loss=0.001) as line:
+        there, here = line.hosts
+        endpoint = f"{line.addresses[0]}:{PORT}"
+        with serving(there, line.device, endpoint, tmp_path / "serve.log"):
+            ended = kvrdma(here, line.device, "link-test", "connect", endpoint, *SMALL)
+            assert ended.returncode == 0, ended.stderr
+            report = json.loads(ended.stdout)
+            assert report["verified"]
+            assert report["cases"][0]["total_ms"]["best"] > 2.0, "there and back again"
