@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy.ma  # noqa: F401 - np.unique imports it at its first call: 15 ms of the first handshake
+
 from kvrdma import handshake
 from kvrdma.config import Config
 from kvrdma.errors import (
