@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import click
@@ -13,6 +13,7 @@ from kvrdma.bench.choose import AUTO
 from kvrdma.bench.link import LinkOptions
 from kvrdma.bench.link_peer import MAX_POOL_NBYTES
 from kvrdma.bench.patterns import PATTERNS, POOL_RATIO, Case, Shape
+from kvrdma.cli.link_more import More, more_options, read_more
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError
 from kvrdma.models import DTYPE_BYTES, MODELS, KVShape, model_shape
@@ -26,7 +27,7 @@ _SHAPED = ("layers", "kv_heads", "head_dim", "dtype", "tp", "tokens", "block_tok
 
 
 class Size(click.ParamType[int]):
-    """A number of bytes from 8 on, as a rule to 128 GiB: ``4096``, ``32K``, ``32KB``, ``32KiB``, ``1M``, ``2G`` (powers of 1024)."""
+    """A number of bytes from 8 on (at most 128 GiB): ``4096``, ``32K``, ``32KiB``, ``1M``, ``2G``; powers of 1024."""
 
     name = "size"
 
@@ -98,7 +99,7 @@ def test_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a test to a command."""
     for option in reversed(_OPTIONS):
         command = option(command)
-    return command
+    return more_options(command)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class Test:
     as_json: bool
     request: str
     """For KV-shaped tests: ``"llama-3.1-8b tp 1: 8192 tokens"``, else empty."""
+    more: More = field(default_factory=More)
 
 
 def read_options(values: Mapping[str, Any], config: Config, given: Collection[str] = ()) -> Test:
@@ -147,7 +149,8 @@ def read_options(values: Mapping[str, Any], config: Config, given: Collection[st
         **budget,
     )
     cases = tuple(Case(name, shape) for name in names for shape in shapes)
-    return Test(values["transport"], cases, options, values["as_json"], label if kv else "")
+    request = label if kv else ""
+    return Test(values["transport"], cases, options, values["as_json"], request, read_more(values, set(given)))
 
 
 def _refuse_unused(given: Collection[str], *, shaped: bool) -> None:

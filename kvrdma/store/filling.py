@@ -21,7 +21,7 @@ from kvrdma.wire import StoreOffer
 
 MAX_QUEUED = 1024
 _MAX_FILL_S = 60.0
-_IDLE_S = 0.2
+_IDLE_S = 5.0
 _REFUSE_S = 5.0
 _MAX_REFUSED = 16
 _CLOSE_S = 10.0

@@ -1,0 +1,33 @@
+"""The benchmark of the store runs, small, and its figures fit together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrdma.bench import agent
+from kvrdma.bench.engine import Shape
+
+pytestmark = pytest.mark.needs("cma")
+
+SMALL = Shape(layers=2, heads=2, head_dim=16, tokens=256, blocks=24)
+
+
+def test_a_warm_prefix() -> None:
+    result = agent.warm_prefix(SMALL, "cma", 3)
+    assert result["nbytes"] == agent.request_nbytes(SMALL) == 2 * 2 * 16 * 2 * 2 * 256
+    assert isinstance(result["of_bare"], float)
+    assert 0 < result["of_bare"] < 2
+
+
+def test_lookups() -> None:
+    result = agent.lookups("cma", 5, blocks=32)
+    assert result["messages_each"] == 1
+    assert isinstance(result["median_ms"], float)
+    assert 0 < result["median_ms"] <= float(str(result["worst_ms"]))
+
+
+def test_readers() -> None:
+    result = agent.readers(SMALL, "cma", 2, 3)
+    assert result["reads"] == 6
+    assert result["nbytes"] == 6 * agent.request_nbytes(SMALL)
+    assert float(str(result["store_cpu_ms"])) >= 0
