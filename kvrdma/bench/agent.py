@@ -40,6 +40,10 @@ def request_nbytes(shape: Shape) -> int:
     return shape.layers * shape.heads * shape.head_dim * 2 * 2 * shape.tokens
 
 
+def _room(shape: Shape) -> int:
+    return max(4 << 20, int(_SPARE * request_nbytes(shape)))
+
+
 def _serve(capacity: int, transport: str, pipe: Connection) -> None:
     with StoreServer(capacity, Config(transports=(transport,), lease_s=10.0)) as store:
         pipe.send(str(store.endpoint))
@@ -132,7 +136,7 @@ class User:
 
 def warm_prefix(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
     """Time fetching a prefix out of the store against bare reads of the same rows, in turns."""
-    store = StoreProcess(int(_SPARE * request_nbytes(shape)), transport)
+    store = StoreProcess(_room(shape), transport)
     sender = User(shape, store.endpoint, transport, "sender")
     put_s = sender.put()
     sender.close()
@@ -177,7 +181,7 @@ def warm_prefix(shape: Shape, transport: str, repeats: int) -> dict[str, object]
 def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     """Time lookups of long prefixes, each a message and its answer, with leases taken and given back in between."""
     shape = Shape(layers=1, heads=1, head_dim=16, tokens=16 * blocks, blocks=blocks)
-    store = StoreProcess(max(1 << 20, 4 * request_nbytes(shape)), transport)
+    store = StoreProcess(_room(shape), transport)
     user = User(shape, store.endpoint, transport, "asking")
     user.put()
     hashing, asking = [], []
@@ -227,7 +231,7 @@ def _idle_cpu(user: User) -> float:
 
 def readers(shape: Shape, transport: str, count: int, times: int) -> dict[str, object]:
     """Let processes read the store at once, and see what that costs the store."""
-    store = StoreProcess(int(_SPARE * request_nbytes(shape)), transport)
+    store = StoreProcess(_room(shape), transport)
     sender = User(shape, store.endpoint, transport, "sender")
     sender.put()
     context = multiprocessing.get_context("spawn")
