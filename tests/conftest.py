@@ -57,6 +57,12 @@ def _netns() -> bool:
     return made.returncode == space.returncode == 0
 
 
+def _verbs() -> bool:
+    """Whether kvrdma_verbs was built with its native part and there is an active RDMA port."""
+    ports = Path("/sys/class/infiniband").glob("*/ports/*/state")
+    return _module("kvrdma_verbs._verbs")() and any("ACTIVE" in port.read_text() for port in ports)
+
+
 NEEDS: dict[str, Callable[[], bool]] = {
     "cma": _cma,
     "gpu": _gpu,
@@ -67,6 +73,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "tun": lambda: Path("/dev/net/tun").exists() and shutil.which("ip") is not None,
     "ucx": _module("libucx"),
     "ucx-debian": (UCX_DEBIAN / "libucp.so.0").exists,
+    "verbs": functools.cache(_verbs),
     "vllm": _module("vllm"),
 }
 

@@ -7,20 +7,12 @@
 #include <cstring>
 #include <poll.h>
 #include <string>
-#include <sys/random.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "errors.hpp"
 
 namespace kvrdma::cma {
-
-Cookie random_cookie() {
-    Cookie cookie;
-    if (getrandom(cookie.data(), cookie.size(), 0) != static_cast<ssize_t>(cookie.size()))
-        throw StatusError("TransportError", "getrandom failed", errno);
-    return cookie;
-}
 
 uint64_t start_time(pid_t pid) {
     char path[32], text[1024];

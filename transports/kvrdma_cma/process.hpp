@@ -1,18 +1,14 @@
 // Another process of this host: who it is, whether it lives, and its memory.
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <vector>
 
+#include "cookies.hpp"
+
 namespace kvrdma::cma {
-
-// 16 random bytes that sit in the owner's memory while something is valid, and are zero afterwards.
-using Cookie = std::array<uint8_t, 16>;
-
-Cookie random_cookie();
 
 // Start time of a process in clock ticks since boot (field 22 of /proc/PID/stat), 0 if there is no such process.
 // With the PID it names one process for as long as the host is up.

@@ -6,13 +6,12 @@
 // serving side checks region, cookie and bounds of every piece, and copies while the region cannot be deregistered.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 
-namespace kvrdma::ucx {
+#include "cookies.hpp"
 
-using Cookie = std::array<uint8_t, 16>;
+namespace kvrdma::ucx {
 
 // Tells a garbled worker address from a sound one before UCX takes it apart.
 inline uint32_t checksum_of(const char *bytes, size_t nbytes) noexcept {

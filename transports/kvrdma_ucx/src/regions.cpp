@@ -1,13 +1,9 @@
 #include "regions.hpp"
 
-#include <algorithm>
-#include <bitset>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <mutex>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <utility>
 
 #include "cuda.hpp"
@@ -39,18 +35,7 @@ void refuse_unmapped(uint64_t addr, uint64_t nbytes) {
     throw StatusError("RegistrationError", text);
 }
 
-std::string unknown_region(uint64_t id) {
-    return "region " + std::to_string(id) + " is not registered here, or was deregistered before";
-}
-
 } // namespace
-
-Cookie random_cookie() {
-    Cookie cookie;
-    if (getrandom(cookie.data(), cookie.size(), 0) != static_cast<ssize_t>(cookie.size()))
-        throw StatusError("TransportError", "getrandom failed", errno);
-    return cookie;
-}
 
 OwnMemory::OwnMemory(const Context &context, size_t nbytes) : context_(context), nbytes_(nbytes) {
     void *memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -72,37 +57,14 @@ OwnMemory::~OwnMemory() {
 
 Regions::Regions(const Context &context)
     : context_(context), table_(context, kSlots * sizeof(Cookie)), instance_(random_cookie()),
-      slots_(std::make_unique<Slot[]>(kSlots)) {
+      about_(std::make_unique<About[]>(kSlots)) {
     publish(0, instance_);
 }
 
 Regions::~Regions() {
     publish(0, Cookie{});
-    for (const auto &[id, slot] : slot_of_)
-        context_.unmap(slots_[slot].memh);
-}
-
-// The first half goes last when a cookie appears and first when it vanishes, so that no reader sees a valid one that
-// is not: a torn cookie differs from both.
-void Regions::publish(uint32_t slot, const Cookie &cookie) noexcept {
-    uint64_t halves[2];
-    std::memcpy(halves, cookie.data(), sizeof halves);
-    auto *words = reinterpret_cast<uint64_t *>(table_.data() + slot * sizeof(Cookie));
-    std::atomic_ref(words[0]).store(0, std::memory_order_seq_cst);
-    std::atomic_ref(words[1]).store(halves[1], std::memory_order_seq_cst);
-    std::atomic_ref(words[0]).store(halves[0], std::memory_order_seq_cst);
-}
-
-uint32_t Regions::free_slot() {
-    if (!free_.empty()) {
-        const uint32_t slot = free_.back();
-        free_.pop_back();
-        return slot;
-    }
-    if (used_ == kSlots)
-        throw StatusError("RegistrationError", "this transport has " + std::to_string(kSlots - 1) +
-                                                   " regions, its most: register whole allocations, not blocks");
-    return used_++;
+    for (const auto &[id, slot] : slots_.all())
+        context_.unmap(about_[slot].memh);
 }
 
 Registered Regions::add(uint64_t addr, uint64_t nbytes, int cuda) {
@@ -117,14 +79,10 @@ Registered Regions::add(uint64_t addr, uint64_t nbytes, int cuda) {
     const ucp_mem_h memh = context_.map(reinterpret_cast<void *>(addr), nbytes, type); // may take seconds: no lock
     try {
         Registered made{0, 0, random_cookie(), context_.pack_rkey(memh)};
-        std::unique_lock lock(mutex_);
-        made.slot = free_slot();
-        made.id = next_id_++;
-        slot_of_.emplace(made.id, made.slot);
-        Slot &slot = slots_[made.slot];
-        slot.memh = memh, slot.addr = addr, slot.nbytes = nbytes, slot.type = type, slot.cookie = made.cookie;
-        slot.flush = cuda >= 0 && needs_write_flush(cuda);
-        table_of_rows_.add(made.slot, addr, nbytes);
+        std::unique_lock lock(slots_.mutex());
+        const Slots::Added added = slots_.add(addr, nbytes);
+        made.id = added.id, made.slot = added.slot;
+        about_[made.slot] = {memh, made.cookie, type, cuda >= 0 && needs_write_flush(cuda)};
         publish(made.slot, made.cookie);
         return made;
     } catch (...) {
@@ -133,42 +91,13 @@ Registered Regions::add(uint64_t addr, uint64_t nbytes, int cuda) {
     }
 }
 
-// Regions may overlap, and a read knows one region for each of its rows: then only the rows can tell.
-size_t Regions::reads_into(const Slot &region) {
-    if (const uint32_t reads = region.reads.load(std::memory_order_acquire))
-        return reads;
-    const uint64_t begin = region.addr, end = begin + region.nbytes;
-    const bool shared = std::any_of(slot_of_.begin(), slot_of_.end(), [&](const auto &known) {
-        const Slot &other = slots_[known.second];
-        return other.addr < end && begin < other.addr + other.nbytes && other.reads.load(std::memory_order_acquire);
-    });
-    if (!shared)
-        return 0;
-    std::lock_guard lock(in_flight_mutex_);
-    return std::count_if(in_flight_.begin(), in_flight_.end(), [&](const std::vector<Row> *rows) {
-        return std::any_of(rows->begin(), rows->end(), [&](const Row &row) {
-            return row.length > 0 && row.local < end && begin < row.local + row.length;
-        });
-    });
-}
-
 void Regions::remove(uint64_t id) {
     ucp_mem_h memh = nullptr;
     {
-        std::unique_lock lock(mutex_);
-        const auto found = slot_of_.find(id);
-        if (found == slot_of_.end())
-            throw StatusError("RegistrationError", unknown_region(id));
-        const uint32_t slot = found->second;
-        if (const size_t reads = reads_into(slots_[slot]))
-            throw StatusError("RegionBusyError", "region " + std::to_string(id) + " of " +
-                                                     std::to_string(slots_[slot].nbytes) + " bytes is written by " +
-                                                     std::to_string(reads) + " reads that have not ended; poll first");
+        std::unique_lock lock(slots_.mutex());
+        const uint32_t slot = slots_.remove(id);
         publish(slot, Cookie{}); // before the memory can be reused: whoever reads it from now on is told
-        memh = std::exchange(slots_[slot].memh, nullptr);
-        table_of_rows_.remove(slot);
-        slot_of_.erase(found);
-        free_.push_back(slot);
+        memh = std::exchange(about_[slot].memh, nullptr);
     }
     context_.unmap(memh);
 }
@@ -176,48 +105,14 @@ void Regions::remove(uint64_t id) {
 Served Regions::Reading::copy(const WireRegion &region, const WirePiece &piece, uint8_t *to) const noexcept {
     if (region.slot >= kSlots)
         return Served::kStale;
-    const Slot &slot = regions_.slots_[region.slot];
-    if (!slot.memh || slot.cookie != region.cookie)
+    const About &about = regions_.about_[region.slot];
+    const Slots::Region &memory = regions_.slots_[region.slot];
+    if (!about.memh || about.cookie != region.cookie)
         return Served::kStale;
-    if (piece.nbytes > slot.nbytes || piece.offset > slot.nbytes - piece.nbytes)
+    if (piece.nbytes > memory.nbytes || piece.offset > memory.nbytes - piece.nbytes)
         return Served::kOutOfBounds;
-    const int failed = copy_out(to, slot.addr + piece.offset, piece.nbytes, slot.type == UCS_MEMORY_TYPE_CUDA);
+    const int failed = copy_out(to, memory.addr + piece.offset, piece.nbytes, about.type == UCS_MEMORY_TYPE_CUDA);
     return failed ? Served::kCopyFailed : Served::kBytes;
-}
-
-uint64_t Regions::acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
-                          std::vector<uint32_t> &slots) {
-    rows = buffers_.take();
-    std::shared_lock lock(mutex_);
-    std::bitset<kSlots> seen;
-    const uint64_t nbytes = take_rows(given, count, rows, table_of_rows_, remote, [&](const Run &run) {
-        if (run.begin < run.end && !seen.test(run.local_region)) {
-            seen.set(run.local_region);
-            slots.push_back(run.local_region);
-        }
-    });
-    {
-        std::lock_guard adding(in_flight_mutex_);
-        in_flight_.insert(&rows);
-    }
-    for (uint32_t slot : slots)
-        slots_[slot].reads.fetch_add(1, std::memory_order_relaxed);
-    return nbytes;
-}
-
-void Regions::merge(std::vector<Row> &rows) {
-    std::shared_lock lock(mutex_); // reads_into() may not look at them meanwhile
-    merge_rows(rows);
-}
-
-void Regions::release(std::vector<Row> &rows, const std::vector<uint32_t> &slots) {
-    {
-        std::lock_guard lock(in_flight_mutex_);
-        in_flight_.erase(&rows);
-    }
-    for (uint32_t slot : slots)
-        slots_[slot].reads.fetch_sub(1, std::memory_order_release);
-    buffers_.give_back(std::move(rows));
 }
 
 } // namespace kvrdma::ucx

@@ -6,23 +6,18 @@
 // had arrived. A read that is served by messages names the cookie and is checked while it is copied.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "context.hpp"
 #include "messages.hpp"
-#include "rows.hpp"
+#include "slots.hpp"
 
 namespace kvrdma::ucx {
-
-Cookie random_cookie();
 
 // Page-aligned host memory of our own, registered for its whole life.
 class OwnMemory {
@@ -51,7 +46,7 @@ struct Registered {
 
 class Regions {
   public:
-    static constexpr uint32_t kSlots = 16384;
+    static constexpr uint32_t kSlots = Slots::kSlots;
 
     explicit Regions(const Context &context);
     ~Regions();
@@ -60,22 +55,22 @@ class Regions {
     Registered add(uint64_t addr, uint64_t nbytes, int cuda);
     void remove(uint64_t id);
 
-    // Copies a batch, checked, and returns its bytes. Until release(), which takes the rows, the regions in `slots`,
-    // through which it is written, and every other one that holds a byte of it are busy; `rows` must not move.
     uint64_t acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
-                     std::vector<uint32_t> &slots);
-    void merge(std::vector<Row> &rows);
-    void release(std::vector<Row> &rows, const std::vector<uint32_t> &slots);
+                     std::vector<uint32_t> &slots) {
+        return slots_.acquire(given, count, remote, rows, slots, [](const Run &) {});
+    }
+    void merge(std::vector<Row> &rows) const { slots_.merge(rows); }
+    void release(std::vector<Row> &rows, const std::vector<uint32_t> &slots) { slots_.release(rows, slots); }
 
     // Of a busy region only, so from any thread.
-    ucp_mem_h memh(uint32_t slot) const noexcept { return slots_[slot].memh; }
-    ucs_memory_type_t type(uint32_t slot) const noexcept { return slots_[slot].type; }
-    bool needs_flush(uint32_t slot) const noexcept { return slots_[slot].flush; }
+    ucp_mem_h memh(uint32_t slot) const noexcept { return about_[slot].memh; }
+    ucs_memory_type_t type(uint32_t slot) const noexcept { return about_[slot].type; }
+    bool needs_flush(uint32_t slot) const noexcept { return about_[slot].flush; }
 
     // While one lives nothing is deregistered.
     class Reading {
       public:
-        explicit Reading(Regions &regions) : regions_(regions), lock_(regions.mutex_) {}
+        explicit Reading(Regions &regions) : regions_(regions), lock_(regions.slots_.mutex()) {}
         Served copy(const WireRegion &region, const WirePiece &piece, uint8_t *to) const noexcept;
 
       private:
@@ -88,32 +83,20 @@ class Regions {
     std::string table_rkey() const { return context_.pack_rkey(table_.memh()); }
 
   private:
-    struct Slot {
+    struct About {
         ucp_mem_h memh = nullptr;
-        uint64_t addr = 0, nbytes = 0;
         Cookie cookie = {};
         ucs_memory_type_t type = UCS_MEMORY_TYPE_HOST;
         bool flush = false;
-        std::atomic<uint32_t> reads = 0;
     };
 
-    uint32_t free_slot();
-    size_t reads_into(const Slot &region);
-    void publish(uint32_t slot, const Cookie &cookie) noexcept;
+    void publish(uint32_t slot, const Cookie &cookie) noexcept { publish_cookie(table_.data() + slot * sizeof(Cookie), cookie); }
 
     const Context &context_;
     OwnMemory table_;
     const Cookie instance_;
-    std::shared_mutex mutex_; // shared: checking and merging rows; exclusive: registering
-    RegionTable table_of_rows_;
-    std::unique_ptr<Slot[]> slots_;
-    std::vector<uint32_t> free_;
-    uint32_t used_ = 1;
-    std::unordered_map<uint64_t, uint32_t> slot_of_;
-    uint64_t next_id_ = 1;
-    std::mutex in_flight_mutex_; // after mutex_, if both
-    std::unordered_set<const std::vector<Row> *> in_flight_;
-    RowBuffers buffers_;
+    Slots slots_;
+    const std::unique_ptr<About[]> about_; // by slot
 };
 
 } // namespace kvrdma::ucx

@@ -1,0 +1,533 @@
+#include "peer.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <sys/socket.h>
+#include <utility>
+
+#include "errors.hpp"
+
+namespace kvrdma::verbs {
+
+namespace {
+
+constexpr int64_t kRenewNs = 3'000'000'000;
+constexpr int kPollBatch = 32;
+
+// Fills work requests of one chain.
+class Post {
+  public:
+    Post(const Queue &queue, const Regions &regions, const PeerSpec &spec) : queue_(queue), regions_(regions), spec_(spec) {}
+
+    void begin(uint32_t region, uint64_t offset) {
+        if (region != region_) {
+            region_ = region;
+            base_ = spec_.regions[region].addr;
+            rkey_ = spec_.regions[region].rkeys[queue_.theirs];
+        }
+        open(base_ + offset, rkey_);
+    }
+    void piece(uint64_t addr, uint32_t slot, uint32_t nbytes) {
+        if (slot != slot_) {
+            slot_ = slot;
+            lkey_ = regions_.lkey(slot, queue_.ours);
+        }
+        sges_[sge_++] = {addr, nbytes, lkey_};
+    }
+    void end() { requests_[count_ - 1].num_sge = static_cast<int>(&sges_[sge_] - requests_[count_ - 1].sg_list); }
+
+    // Returns 0 or an errno; then some may have been posted.
+    int post(uint64_t id) {
+        for (uint32_t i = 0; i < count_; ++i) {
+            requests_[i].wr_id = id;
+            requests_[i].next = i + 1 < count_ ? &requests_[i + 1] : nullptr;
+        }
+        requests_[count_ - 1].send_flags = IBV_SEND_SIGNALED;
+        ibv_send_wr *bad = nullptr;
+        return ibv_post_send(queue_.pair->get(), requests_, &bad);
+    }
+
+  protected:
+    void open(uint64_t addr, uint32_t rkey) {
+        ibv_send_wr &request = requests_[count_++];
+        request.opcode = IBV_WR_RDMA_READ;
+        request.send_flags = 0;
+        request.sg_list = &sges_[sge_];
+        request.wr.rdma.remote_addr = addr;
+        request.wr.rdma.rkey = rkey;
+    }
+    void add(uint64_t addr, uint32_t nbytes, uint32_t lkey) { sges_[sge_++] = {addr, nbytes, lkey}; }
+    const Queue &queue_;
+
+  private:
+    static constexpr uint32_t kRequests = 32, kSges = 8;
+    const Regions &regions_;
+    const PeerSpec &spec_;
+    uint32_t count_ = 0, sge_ = 0;
+    uint32_t region_ = ~0u, slot_ = ~0u, rkey_ = 0, lkey_ = 0;
+    uint64_t base_ = 0;
+    ibv_send_wr requests_[kRequests];
+    ibv_sge sges_[kRequests * kSges];
+};
+
+// The same for rows of the table of cookies.
+class PostChecks : public Post {
+  public:
+    PostChecks(const Queue &queue, const Regions &regions, const PeerSpec &spec, const Scratch &scratch)
+        : Post(queue, regions, spec), table_(spec.table_addr), rkey_(spec.table_rkeys[queue.theirs]),
+          lkey_(scratch.lkey(queue.ours)) {}
+    void begin(uint32_t, uint64_t offset) { open(table_ + offset, rkey_); }
+    void piece(uint64_t addr, uint32_t, uint32_t nbytes) { add(addr, nbytes, lkey_); }
+
+  private:
+    const uint64_t table_;
+    const uint32_t rkey_, lkey_;
+};
+
+uint64_t id_of(const Queue &queue, uint32_t chain) { return uint64_t{queue.serial} << 32 | chain; }
+
+const char *why_not(Verdict verdict) {
+    switch (verdict) {
+    case Verdict::kOtherInstance:
+        return "has restarted: another transport answers at this address; ask it for its new address and keys";
+    case Verdict::kOtherProtocol:
+        return "speaks another version of the verbs messages: use one kvrdma version";
+    default:
+        return "has no queue pair left for this connection";
+    }
+}
+
+} // namespace
+
+void Connecting::end(Failure why) {
+    {
+        std::lock_guard lock(mutex);
+        ended = true;
+        failure = std::move(why);
+    }
+    changed.notify_all();
+}
+
+Scratch::Scratch(const Devices &devices) : memory_(devices, kPieces * kCookies * sizeof(Cookie)) {
+    for (size_t piece = 0; piece < kPieces; ++piece)
+        free_.push_back(static_cast<int64_t>(piece));
+}
+
+int64_t Scratch::take() {
+    if (free_.empty())
+        return -1;
+    const int64_t piece = free_.back();
+    free_.pop_back();
+    return piece;
+}
+
+Peer::Peer(Shared &shared, std::shared_ptr<Contact> contact, PeerSpec spec)
+    : shared_(shared), contact_(std::move(contact)), spec_(std::move(spec)) {
+    for (const Lane &lane : spec_.lanes) {
+        const Device &device = *shared_.devices[lane.ours];
+        via_ += (via_.empty() ? "verbs/" : " ") + device.name();
+        if (!device.active())
+            throw StatusError("ConnectError", device.name() + " is not active: its link is down", ENETDOWN);
+    }
+}
+
+Peer::~Peer() {
+    queues_.clear();
+    for (ibv_cq *cq : cqs_)
+        library().destroy_cq(cq);
+}
+
+// A completion queue never overflows: even after an error, when every request completes by itself, it has room.
+void Peer::make_queues() {
+    const uint32_t each = shared_.options.queues_per_lane;
+    for (size_t lane = 0; lane < spec_.lanes.size(); ++lane) {
+        const auto [ours, theirs] = spec_.lanes[lane];
+        const Device &device = *shared_.devices[ours];
+        if (lane == cqs_.size()) {
+            ibv_cq *cq = library().create_cq(device.context(), static_cast<int>(2 * each * device.max_requests()),
+                                             reinterpret_cast<void *>(contact_->id), device.channel(), 0);
+            if (!cq)
+                throw StatusError("ConnectError", device.name() + " has no completion queue left: " + std::strerror(errno),
+                                  errno);
+            cqs_.push_back(cq);
+            ibv_req_notify_cq(cq, 0);
+        }
+        for (uint32_t i = 0; i < each; ++i) {
+            Limits limits;
+            limits.max_sge = device.max_sge();
+            limits.max_request = std::min(limits.max_request, device.max_message());
+            queues_.push_back({ours, theirs, next_serial_++, limits,
+                               std::make_unique<QueuePair>(device, cqs_[lane], device.max_requests()), {}, {}, 0});
+        }
+    }
+}
+
+std::vector<char> Peer::greeting() const {
+    Hello hello;
+    hello.queues = static_cast<uint16_t>(queues_.size());
+    hello.instance = spec_.instance;
+    std::vector<char> bytes(sizeof hello + queues_.size() * sizeof(QueueEnd));
+    std::memcpy(bytes.data(), &hello, sizeof hello);
+    for (size_t i = 0; i < queues_.size(); ++i) {
+        const QueueEnd end = queues_[i].pair->end(queues_[i].theirs);
+        std::memcpy(bytes.data() + sizeof hello + i * sizeof end, &end, sizeof end);
+    }
+    return bytes;
+}
+
+void Peer::join(const std::vector<QueueEnd> &theirs) {
+    for (size_t i = 0; i < queues_.size(); ++i) {
+        queues_[i].pair->join(theirs[i], true);
+        queues_[i].load.free = shared_.devices[queues_[i].ours]->max_requests();
+    }
+}
+
+void Peer::wire_up(int64_t deadline_ns, int stop) {
+    make_queues();
+    socket_ = connect_to(spec_.hosts, spec_.port, deadline_ns, stop);
+    const std::vector<char> hello = greeting();
+    send_all(socket_.get(), hello.data(), hello.size(), deadline_ns, stop);
+    Answer answer;
+    receive_all(socket_.get(), &answer, sizeof answer, deadline_ns, stop);
+    if (answer.magic != kMagic)
+        throw StatusError("ConnectError", "another program listens at port " + std::to_string(spec_.port) + " of the peer");
+    if (answer.protocol != kProtocol || answer.verdict != Verdict::kOk || answer.queues != queues_.size()) {
+        const bool restarted = answer.verdict == Verdict::kOtherInstance;
+        throw StatusError(restarted ? "PeerIdentityError" : "ConnectError",
+                          "peer " + std::to_string(contact_->id) + " " +
+                              why_not(answer.protocol != kProtocol ? Verdict::kOtherProtocol : answer.verdict));
+    }
+    std::vector<QueueEnd> theirs(queues_.size());
+    receive_all(socket_.get(), theirs.data(), theirs.size() * sizeof(QueueEnd), deadline_ns, stop);
+    join(theirs);
+}
+
+void Peer::begin(std::shared_ptr<Connecting> connecting) {
+    connecting_ = std::move(connecting);
+    auto probe = std::make_unique<Read>();
+    probe->checking = true;
+    probe->scratch = shared_.scratch.take();
+    if (probe->scratch < 0)
+        return end({"ConnectError", "too many peers connect at the same time", EAGAIN}, false);
+    probe->checks = {Row(reinterpret_cast<uint64_t>(shared_.scratch.at(probe->scratch)), 0, 0, sizeof(Cookie))};
+    posting_.push_back(probe.get());
+    reads_.emplace(0, std::move(probe));
+}
+
+void Peer::add(std::unique_ptr<Read> read) {
+    Read &added = *reads_.emplace(read->id, std::move(read)).first->second;
+    if (added.rows.empty())
+        start_checks(added); // its regions may be gone all the same
+    else
+        posting_.push_back(&added);
+}
+
+bool Peer::post() {
+    if (renewing_ || gone_)
+        return false;
+    for (size_t turns = posting_.size(); turns > 0 && !gone_; --turns) {
+        Read &read = *posting_.front();
+        if (!read.failure && !post_chain(read))
+            return false; // every queue is full
+        if (gone_)
+            return false;
+        posting_.pop_front();
+        if (read.failure) {
+            if (read.outstanding == 0)
+                end_read(read);
+        } else if (!read.at.at_end(read.posting())) {
+            posting_.push_back(&read);
+        }
+    }
+    return !gone_ && !posting_.empty() && pick_queue(queues_) < queues_.size();
+}
+
+bool Peer::post_chain(Read &read) {
+    const size_t picked = pick_queue(queues_);
+    if (picked == queues_.size())
+        return false;
+    Queue &queue = queues_[picked];
+    Chain chain{queue.next_chain++, &read, read.at, {}};
+    int error = 0;
+    if (read.checking) {
+        PostChecks post(queue, shared_.regions, spec_, shared_.scratch);
+        chain.size = build_chain(read.checks, read.at, queue.load.free, queue.limits, post);
+        error = post.post(id_of(queue, chain.number));
+    } else {
+        Post post(queue, shared_.regions, spec_);
+        chain.size = build_chain(read.rows, read.at, queue.load.free, queue.limits, post);
+        error = post.post(id_of(queue, chain.number));
+    }
+    if (error) {
+        end({"PeerLostError", name() + ": nothing can be posted any more: " + std::strerror(error), error}, true);
+        return true;
+    }
+    queue.load.free -= chain.size.requests;
+    queue.load.nbytes += chain.size.nbytes;
+    queue.posted.push_back(chain);
+    ++read.outstanding;
+    return true;
+}
+
+Queue *Peer::find(uint32_t serial) noexcept {
+    const auto found =
+        std::find_if(queues_.begin(), queues_.end(), [&](const Queue &queue) { return queue.serial == serial; });
+    return found == queues_.end() ? nullptr : &*found;
+}
+
+void Peer::collect() {
+    ibv_wc found[kPollBatch];
+    for (size_t lane = 0; lane < cqs_.size() && !gone_; ++lane)
+        for (int count; !gone_ && (count = ibv_poll_cq(cqs_[lane], kPollBatch, found)) > 0;)
+            for (int i = 0; i < count && !gone_; ++i)
+                completed(found[i]);
+    if (must_renew_ && !gone_)
+        renew();
+}
+
+void Peer::completed(const ibv_wc &wc) {
+    Queue *const queue = find(static_cast<uint32_t>(wc.wr_id >> 32)); // null: of a queue pair that was given up
+    if (!queue)
+        return;
+    if (wc.status != IBV_WC_SUCCESS)
+        return failed(wc, *queue);
+    const auto number = static_cast<uint32_t>(wc.wr_id);
+    while (!queue->posted.empty() && static_cast<int32_t>(number - queue->posted.front().number) >= 0) {
+        const Chain chain = queue->posted.front();
+        queue->posted.pop_front();
+        queue->load.free += chain.size.requests;
+        queue->load.nbytes -= chain.size.nbytes;
+        chain_ended(chain);
+        if (gone_)
+            return;
+    }
+}
+
+void Peer::chain_ended(const Chain &chain) {
+    Read &read = *chain.read;
+    if (--read.outstanding > 0)
+        return;
+    if (read.failure) {
+        if (std::find(posting_.begin(), posting_.end(), &read) == posting_.end())
+            end_read(read);
+    } else if (read.at.at_end(read.posting())) {
+        if (!read.checking)
+            start_checks(read);
+        else if (compare(read))
+            next_checks(read);
+    }
+}
+
+// Every byte is here: were the regions still registered when they were read?
+void Peer::start_checks(Read &read) {
+    read.checking = true;
+    read.checked = 0;
+    std::sort(read.remote_regions.begin(), read.remote_regions.end(),
+              [&](uint32_t a, uint32_t b) { return spec_.regions[a].slot < spec_.regions[b].slot; });
+    next_checks(read);
+}
+
+void Peer::next_checks(Read &read) {
+    if (read.checked == read.remote_regions.size())
+        return end_read(read);
+    if (read.scratch < 0)
+        read.scratch = shared_.scratch.take();
+    if (read.scratch < 0) {
+        waiting_.push_back(&read);
+        return;
+    }
+    read.checks.clear();
+    read.at = {};
+    const size_t count = std::min(read.remote_regions.size() - read.checked, Scratch::kCookies);
+    uint64_t to = reinterpret_cast<uint64_t>(shared_.scratch.at(read.scratch));
+    for (size_t i = 0; i < count; ++i, to += sizeof(Cookie))
+        read.checks.emplace_back(to, 0, spec_.regions[read.remote_regions[read.checked + i]].slot * sizeof(Cookie),
+                                 sizeof(Cookie));
+    merge_rows(read.checks);
+    posting_.push_back(&read);
+}
+
+// Returns false if the read has ended by it.
+bool Peer::compare(Read &read) {
+    const uint8_t *seen = shared_.scratch.at(read.scratch);
+    if (connecting_ && read.id == 0) {
+        if (std::memcmp(seen, spec_.instance.data(), sizeof(Cookie)) != 0)
+            end({"PeerIdentityError", name() + " has closed its transport; ask it for its new address", 0}, false);
+        else
+            end_read(read);
+        return false;
+    }
+    const size_t count = std::min(read.remote_regions.size() - read.checked, Scratch::kCookies);
+    for (size_t i = 0; i < count; ++i, seen += sizeof(Cookie)) {
+        const uint32_t region = read.remote_regions[read.checked + i];
+        if (std::memcmp(seen, spec_.regions[region].cookie.data(), sizeof(Cookie)) == 0)
+            continue;
+        read.failure = {"StaleRegionError",
+                        "region " + std::to_string(region) + " of " + name() + " was deregistered there before read " +
+                            std::to_string(read.id) + " ended: its bytes must not be used; ask the peer for new keys",
+                        0};
+        end_read(read);
+        return false;
+    }
+    read.checked += count;
+    return true;
+}
+
+void Peer::end_read(Read &read) {
+    if (read.scratch >= 0)
+        shared_.scratch.give_back(read.scratch);
+    std::erase(posting_, &read);
+    std::erase(waiting_, &read);
+    const auto kept = std::move(reads_.at(read.id));
+    reads_.erase(read.id);
+    if (kept->id == 0) {
+        if (connecting_)
+            std::exchange(connecting_, nullptr)->end(kept->failure);
+    } else {
+        shared_.regions.slots().release(kept->rows, kept->local_slots);
+        const Failure &why = kept->failure;
+        shared_.done.push({why.kind, kept->id, contact_->id, kept->nrows, kept->rows_posted, kept->nbytes, why.message,
+                           why.code});
+    }
+    if (!waiting_.empty() && !gone_) {
+        Read &next = *waiting_.front();
+        waiting_.pop_front();
+        next_checks(next);
+    }
+}
+
+void Peer::failed(const ibv_wc &wc, Queue &queue) {
+    if (wc.status == IBV_WC_WR_FLUSH_ERR)
+        return; // what follows from an error that has been reported
+    const std::string what = library().wc_status_str(wc.status);
+    const auto number = static_cast<uint32_t>(wc.wr_id);
+    const auto chain = std::find_if(queue.posted.begin(), queue.posted.end(),
+                                    [&](const Chain &posted) { return posted.number == number; });
+    const bool remote = wc.status == IBV_WC_REM_ACCESS_ERR || wc.status == IBV_WC_REM_INV_REQ_ERR ||
+                        wc.status == IBV_WC_REM_OP_ERR;
+    const bool local = wc.status == IBV_WC_LOC_PROT_ERR || wc.status == IBV_WC_LOC_LEN_ERR;
+    if (chain == queue.posted.end() || !(remote || local) || chain->read->id == 0)
+        return end({"PeerLostError", name() + " does not answer any more: " + what, static_cast<int>(wc.status)}, true);
+    Read &read = *chain->read;
+    if (!read.failure && remote)
+        read.failure = {"StaleRegionError",
+                        "read " + std::to_string(read.id) + " of " + name() +
+                            " names memory that is not registered there any more (" + what + "): ask the peer for new keys",
+                        static_cast<int>(wc.status)};
+    else if (!read.failure)
+        read.failure = {"TransportError", "read " + std::to_string(read.id) + " of " + name() + ": " + what,
+                        static_cast<int>(wc.status)};
+    must_renew_ = true; // the queue pair is of no use any more
+}
+
+// Joins new queue pairs over the same connection. Once the old ones are destroyed nothing can be written for them, so the
+// reads that were on them are posted again, from the first row of theirs that had not completed.
+void Peer::renew() {
+    must_renew_ = false;
+    for (const Queue &queue : queues_)
+        for (const Chain &chain : queue.posted) {
+            Read &read = *chain.read;
+            const bool earlier = chain.from.row < read.at.row ||
+                                 (chain.from.row == read.at.row && chain.from.offset < read.at.offset);
+            if (earlier)
+                read.at = chain.from;
+            read.outstanding = 0;
+        }
+    queues_.clear();
+    posting_.clear();
+    std::vector<Read *> all;
+    for (const auto &[id, read] : reads_)
+        all.push_back(read.get());
+    for (Read *read : all) {
+        if (read->failure)
+            end_read(*read);
+        else if (std::find(waiting_.begin(), waiting_.end(), read) == waiting_.end())
+            posting_.push_back(read);
+    }
+    try {
+        make_queues();
+        const std::vector<char> hello = greeting();
+        send_all(socket_.get(), hello.data(), hello.size(), now_ns(), -1); // fits the socket's buffer
+    } catch (const StatusError &error) {
+        return end({"PeerLostError", name() + " cannot be connected again: " + error.what(), error.code()}, true);
+    }
+    inbox_.clear();
+    renewing_ = true;
+    renew_by_ns_ = now_ns() + kRenewNs;
+}
+
+void Peer::check_time() {
+    if (renewing_ && now_ns() > renew_by_ns_)
+        end({"PeerLostError", name() + " did not answer when it was asked to connect again", ETIMEDOUT}, true);
+}
+
+void Peer::on_readable() {
+    const size_t wanted = sizeof(Answer) + queues_.size() * sizeof(QueueEnd);
+    char bytes[512];
+    while (!gone_) {
+        const ssize_t got = ::recv(socket_.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+        if (got < 0 && (errno == EAGAIN || errno == EINTR))
+            break;
+        if (got <= 0)
+            return end({"PeerLostError", name() + " is gone: it has closed its transport or its process has ended", 0}, true);
+        inbox_.insert(inbox_.end(), bytes, bytes + got);
+        if (!renewing_ || inbox_.size() > wanted)
+            return end({"PeerLostError", name() + " sent what nobody asked for: it is not a sound kvrdma", 0}, true);
+    }
+    if (gone_ || !renewing_ || inbox_.size() < wanted)
+        return;
+    Answer answer;
+    std::memcpy(&answer, inbox_.data(), sizeof answer);
+    std::vector<QueueEnd> theirs(queues_.size());
+    std::memcpy(theirs.data(), inbox_.data() + sizeof answer, theirs.size() * sizeof(QueueEnd));
+    inbox_.clear();
+    renewing_ = false;
+    try {
+        if (answer.magic != kMagic || answer.verdict != Verdict::kOk || answer.queues != queues_.size())
+            throw StatusError("ConnectError", why_not(answer.verdict));
+        join(theirs);
+    } catch (const StatusError &error) {
+        end({"PeerLostError", name() + " cannot be connected again: " + error.what(), error.code()}, true);
+    }
+}
+
+void Peer::on_port_down(const Device &device, const std::string &event) {
+    const bool used = std::any_of(spec_.lanes.begin(), spec_.lanes.end(),
+                                  [&](const Lane &lane) { return shared_.devices[lane.ours].get() == &device; });
+    if (used)
+        end({"PeerLostError", name() + ": " + device.name() + " reports " + event, ENETDOWN}, true);
+}
+
+void Peer::end(Failure why, bool lost) {
+    if (gone_)
+        return;
+    gone_ = true;
+    {
+        std::lock_guard lock(contact_->mutex);
+        contact_->gone = true;
+        contact_->why = why.message;
+    }
+    queues_.clear(); // from here on nothing is written
+    posting_.clear();
+    waiting_.clear();
+    const bool connected = !connecting_;
+    std::vector<Read *> all;
+    for (const auto &[id, read] : reads_)
+        all.push_back(read.get());
+    for (Read *read : all) {
+        if (!read->failure)
+            read->failure = why;
+        if (read->id == 0 && read->failure.kind == std::string("ReadCancelledError"))
+            read->failure = {"TransportClosedError", "the transport was closed while connecting", 0};
+        else if (read->id == 0 && read->failure.kind == std::string("PeerLostError"))
+            read->failure.kind = "ConnectError";
+        end_read(*read);
+    }
+    if (connecting_)
+        std::exchange(connecting_, nullptr)->end(why);
+    if (lost && connected)
+        shared_.done.push({"PeerLostError", 0, contact_->id, 0, 0, 0, why.message, why.code});
+}
+
+} // namespace kvrdma::verbs

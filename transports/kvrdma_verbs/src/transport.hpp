@@ -1,0 +1,65 @@
+// What the binding wraps: a verbs transport without Python. Every method may be called from any thread.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <sys/types.h>
+#include <vector>
+
+#include "worker.hpp"
+
+namespace kvrdma::verbs {
+
+struct Address {
+    Cookie instance;
+    uint16_t port;
+    uint64_t table_addr;
+    std::vector<uint32_t> table_rkeys;
+    std::vector<std::string> devices;
+};
+
+class Transport {
+  public:
+    static constexpr uint64_t kMaxRows = 1u << 24;
+
+    Transport(const std::vector<PortChoice> &ports, const Options &options);
+    ~Transport() { close(); }
+    Transport(const Transport &) = delete;
+    Transport &operator=(const Transport &) = delete;
+
+    Registered register_memory(uint64_t addr, uint64_t nbytes, int cuda);
+    void deregister(uint64_t region);
+    Address address() const;
+    std::pair<uint64_t, std::string> connect(PeerSpec spec, double timeout_s); // id, via
+    uint64_t read(uint64_t peer, const Row *rows, size_t count);
+    std::vector<Completion> poll();
+    int fd() const noexcept { return done_.fd(); }
+    void disconnect(uint64_t peer);
+    void close();
+
+  private:
+    using Lock = std::shared_lock<std::shared_mutex>;
+    void refuse_forked_child() const;
+    Lock open() const; // throws if closed, or in a forked child
+    std::shared_ptr<Contact> find(uint64_t peer) const;
+    void forget(uint64_t peer);
+
+    const Options options_;
+    const pid_t owner_;
+    CompletionQueue done_;
+    Fd stop_; // readable once closing
+    Devices devices_;
+    std::unique_ptr<Regions> regions_;
+    std::unique_ptr<Worker> worker_;
+    mutable std::shared_mutex open_mutex_; // exclusive: closing
+    mutable std::mutex peers_mutex_;
+    std::map<uint64_t, std::shared_ptr<Contact>> peers_;
+    uint64_t next_peer_ = 1;
+    std::atomic<uint64_t> next_read_ = 1;
+};
+
+} // namespace kvrdma::verbs
