@@ -73,18 +73,24 @@ def test_producers_that_die_and_come_back(tiny_llama: str, decoders: Decoders) -
 
 
 def test_a_producer_killed_while_it_is_read(tiny_llama: str, decoders: Decoders) -> None:
-    """It is stopped, so that the read begins and cannot end, then killed."""
+    """Half of the data has arrived when it dies; the other half is read afterwards."""
     prompt = prompt_of(300, seed=4)
     victim = producer(tiny_llama).wait_ready()
-    alone = victim.generate("alone", prompt)
-    handed = [victim.generate(f"p{number}", prompt, PREFILL, max_tokens=1).params for number in range(2)]
     try:
+        alone = victim.generate("alone", prompt)
+        handed = [victim.generate(f"p{number}", prompt, PREFILL, max_tokens=1).params for number in range(2)]
         for each, params in zip(decoders, handed, strict=True):
+            each.call("read_by_halves")
             each.call("add", "midway", prompt, params, 6)
+        for each in decoders:
+            each.wait_until("half_read")
     finally:
         victim.kill()
+    before = [each.call("stats")["pulls_failed"] for each in decoders]
+    for each in decoders:
+        each.call("read_on")
     failed, again = decoders.fail.result("midway"), decoders.recompute.result("midway")
-    if failed.finish_reason != "error":  # it was faster than the kill
-        same(failed, alone)
+    assert (failed.finish_reason, failed.tokens) == ("error", ())
     same(again, alone)
+    assert [each.call("stats")["pulls_failed"] for each in decoders] == [number + 1 for number in before]
     nothing_left(*decoders)

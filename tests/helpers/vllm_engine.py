@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class _State:
     """What vLLM counted: prompt tokens from another engine and from its own cache."""
     arrived_s: dict[str, float] = field(default_factory=dict)
     ended: dict[str, Answer] = field(default_factory=dict)
+    half_read: threading.Event = field(default_factory=threading.Event)
+    read_on: threading.Event = field(default_factory=threading.Event)
 
 
 class EngineProcess:
@@ -83,6 +86,14 @@ class EngineProcess:
         while any((left := self.call("left")).values()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         return dict(left)
+
+    def wait_until(self, name: str, timeout_s: float = 60.0) -> None:
+        """Wait until a call says yes."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self.call(name):
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"not {name} within {timeout_s} s")
+            time.sleep(0.01)
 
     def freeze(self) -> None:
         """Stop it where it stands, until ``thaw``."""
@@ -317,6 +328,38 @@ def _do_counts(state: _State) -> dict[str, int]:
     return asdict(connector._loads.counts) | {"breakers_open": connector._loads.breakers_open()}
 
 
+def _do_read_by_halves(state: _State) -> None:
+    """Let every read of data stop after its first half, until ``read_on``."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    state.half_read.clear(), state.read_on.clear()
+    for transport in get_kv_transfer_group().worker.engine._memory.transports.values():
+        transport.read = _halved(state, type(transport).read.__get__(transport))
+
+
+def _halved(state: _State, read: Callable[..., Any]) -> Callable[..., Any]:
+    def halves(peer: Any, rows: Any) -> Any:
+        if len(rows) > 1:  # not the word of a lease
+            read(peer, rows[: len(rows) // 2])
+            state.half_read.set()
+            state.read_on.wait(CALL_S)
+        return read(peer, rows)
+
+    return halves
+
+
+def _do_half_read(state: _State) -> bool:
+    return state.half_read.is_set()
+
+
+def _do_read_on(state: _State) -> None:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for transport in get_kv_transfer_group().worker.engine._memory.transports.values():
+        del transport.read
+    state.read_on.set()
+
+
 def _do_status(state: _State, request_id: str) -> str:
     requests = state.engine.engine_core.engine_core.scheduler.requests
     found = [request for name, request in requests.items() if name.startswith(request_id)]
@@ -335,6 +378,9 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "stats": _do_stats,
     "counts": _do_counts,
     "status": _do_status,
+    "read_by_halves": _do_read_by_halves,
+    "half_read": _do_half_read,
+    "read_on": _do_read_on,
 }
 
 
