@@ -48,7 +48,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 
     model: dict[Name, Name]
     block_tokens: Tokens
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=256)]
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=64)]
     """Distinct shares of the kv heads."""
     kv_heads: Heads
     is_mla: bool
