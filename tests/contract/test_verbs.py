@@ -1,4 +1,4 @@
-"""The verbs transport keeps the contract; runs where there is an RDMA device, such as the guest of scripts/test-rdma."""
+"""The verbs transport keeps the contract, where there is an RDMA device: in the guest of scripts/test-rdma."""
 
 from __future__ import annotations
 

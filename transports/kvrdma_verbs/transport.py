@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -72,7 +71,7 @@ class VerbsTransport:
             from kvrdma_verbs import _verbs
         except ImportError as error:
             raise TransportUnavailableError(
-                f"verbs: {error}; kvrdma was built without the headers of libibverbs: install libibverbs-dev, then kvrdma"
+                f"verbs: {error}; kvrdma was built without libibverbs' headers: install libibverbs-dev, then kvrdma"
             ) from error
         self._ports = find_ports()
         self._core = _verbs.Transport(
@@ -186,4 +185,4 @@ class VerbsTransport:
 
 def _here() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    return f"{boot}/{Path('/proc/self/ns/net').stat().st_ino}"
