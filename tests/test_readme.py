@@ -25,6 +25,7 @@ def test_every_part_is_listed() -> None:
     assert len(_rows()) == 8
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's and torch's, at import
 @pytest.mark.parametrize(("parts", "module", "tests"), _rows(), ids=lambda value: str(value)[:40])
 def test_a_part_is_where_the_table_says_and_its_test_names_it(parts: list[str], module: str, tests: list[str]) -> None:
     if module == "kvrdma.connector":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -294,3 +296,22 @@ def test_mistakes_are_named(store: StoreServer) -> None:
             agent.send_kv_caches_and_hidden_states(MODEL, make_batch([PROMPTS[0]], [[1, 2, 99]]), caches, None)
         agent.close()
         agent.close()
+
+
+def test_agents_leave_nothing_behind(store: StoreServer) -> None:
+    def once() -> None:
+        with agent_at(store) as agent:
+            caches, batch = make_caches(), make_batch(PROMPTS, THERE)
+            agent.send_kv_caches_and_hidden_states(MODEL, batch, caches, MODEL.prefill(batch, caches))
+            assert agent.recv_kv_caches_and_hidden_states(MODEL, batch, caches)[1]
+
+    def left() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    once()
+    until(lambda: not store.stats()["held"], store.stats)
+    before = left()
+    for _ in range(4):
+        once()
+    # the store's engines forget the mailboxes and peers of senders that have gone after a while
+    until(lambda: left()[1] <= before[1] and left()[0] <= before[0] + 4 * 8, left)

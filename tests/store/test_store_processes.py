@@ -17,7 +17,7 @@ from kvrdma.testing import PeerProcess
 from kvrdma.wire import StoreFound, StoreLookup
 from tests.helpers import stores as at
 from tests.helpers.stores import Client, cma, start_store, tokens_of, until
-from tests.helpers.tagged import busy
+from tests.helpers.tagged import Model, busy
 
 pytestmark = pytest.mark.needs("cma")
 
@@ -191,6 +191,51 @@ def test_over_the_network_and_frozen() -> None:
             assert time.monotonic() - began_s < 2 + 5 + 1 + SLACK_S
             process.signal(signal.SIGCONT)
             until(lambda: two.get(1, 29, BLOCKS, 2.0) == 29, lambda: two.port.counts, timeout_s=30)
+    finally:
+        process.kill()
+
+
+def _offer(state: SimpleNamespace, endpoint: str, model: Model, request: int) -> None:
+    """Offer a prompt that fills the cache, and wait for nothing."""
+    if not hasattr(state, "client"):
+        state.client = Client([endpoint], model)
+    blocks = list(range(model.blocks))
+    count = model.blocks * model.block
+    state.client.cache.write(request, blocks, range(count))
+    state.client.port._offer(state.client.prompt(request, count, blocks), time.monotonic() + 60, {}, 0)
+
+
+def test_senders_that_are_killed_amid_a_read_leave_whole_blocks_or_none() -> None:
+    model = Model(layers=8, heads=4, block=16, blocks=256)
+    process, endpoint = start_store(capacity=64 << 20)
+    count = model.blocks * model.block
+    try:
+        with Client([endpoint], model) as reader:
+            for request in range(6):
+                sender = PeerProcess()
+                sender.call(_offer, endpoint, model, request)
+                time.sleep(0.002 * request)
+                sender.kill()
+                assert reader.get(request, count, range(model.blocks)) in {0, count}
+            until(lambda: process.call(at.store_stats)["filling"] == 0, lambda: process.call(at.store_stats), 40)
+            for request in range(6):
+                assert reader.get(request, count, range(model.blocks)) in {0, count}
+            assert reader.put(9, count, range(model.blocks))
+            assert reader.get(9, count, range(model.blocks)) == count
+    finally:
+        process.kill()
+
+
+def test_a_secret_keeps_others_out() -> None:
+    secret = "a secret of this test"
+    process, endpoint = start_store(config=cma(secret=secret))
+    try:
+        with Client([endpoint], config=cma(secret=secret)) as one, Client([endpoint]) as two:
+            assert one.put(1, 29, BLOCKS)
+            assert one.get(1, 29, BLOCKS) == 29
+            assert two.get(1, 29, BLOCKS, 2.0) == 0
+            assert not two.put(2, 29, BLOCKS, 2.0)
+            assert process.call(at.store_stats)["offers"] == 1
     finally:
         process.kill()
 
