@@ -180,6 +180,14 @@ def sources_for(local: Identity, remote: EngineShape) -> tuple[Source, ...]:
 
 
 def preference(capabilities: Mapping[str, Capabilities]) -> Sequence[str]:
-    """Order transports: truly one-sided first, then the nearest: a host's own memory before its network."""
+    """Order transports: truly one-sided first, then the nearest (a host's own memory before its network).
+
+    Of two over one network the one that never needs the peer's CPU comes first.
+    """
     reach = {"process": 0, "host": 1, "network": 2}
-    return sorted(capabilities, key=lambda name: (not capabilities[name].one_sided, reach[capabilities[name].reach]))
+
+    def rank(name: str) -> tuple[bool, int, bool]:
+        can = capabilities[name]
+        return not can.one_sided, reach[can.reach], can.needs_target_progress
+
+    return sorted(capabilities, key=rank)

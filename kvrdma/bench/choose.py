@@ -104,9 +104,9 @@ def _reaching_further() -> list[str]:
     return found
 
 
-def _preference(transport: Transport) -> tuple[int, bool]:
+def _preference(transport: Transport) -> tuple[int, bool, bool]:
     can = transport.capabilities()
-    return _REACH_ORDER.index(can.reach), not can.one_sided
+    return _REACH_ORDER.index(can.reach), not can.one_sided, can.needs_target_progress
 
 
 def connect_first(candidates: Candidates, control: Control, cases: Sequence[Case], options: LinkOptions) -> OpenedLink:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -14,8 +15,9 @@ from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Sparing
 from kvrdma.engine.reports import Reports
 from kvrdma.errors import PullAbortedError, PullError, TransportClosedError
+from kvrdma.handshake import preference
 from kvrdma.testing import FakeClock
-from kvrdma.transport import Completion, Transport
+from kvrdma.transport import Capabilities, Completion, Transport
 
 
 def ignore(transport: Transport, completion: Completion) -> None:
@@ -153,3 +155,16 @@ def test_a_warning_that_repeats_is_said_once_per_period() -> None:
     assert warn("b", 15)
     assert warn("c", 15)  # and a is forgotten
     assert warn("a", 15.5)
+
+
+def test_the_order_of_transports() -> None:
+    def can(reach: Literal["process", "host", "network"], *, one_sided: bool, needs_cpu: bool) -> Capabilities:
+        return Capabilities(frozenset({"cpu"}), reach, one_sided, needs_cpu, 1)
+
+    found = {
+        "tcp": can("network", one_sided=False, needs_cpu=True),
+        "ucx": can("network", one_sided=True, needs_cpu=True),
+        "verbs": can("network", one_sided=True, needs_cpu=False),
+        "cma": can("host", one_sided=True, needs_cpu=False),
+    }
+    assert list(preference(found)) == ["cma", "verbs", "ucx", "tcp"]
