@@ -73,11 +73,25 @@ class Link:
             self._link = opened.link
             start = time.perf_counter()
             keys = self._ask(wire.DescribeLink(self._link), wire.LinkKeys, options.control_timeout_s)
-            self.peer: Peer = transport.connect(keys.address, [keys.key])
+            self._keys = keys
+            self.peer: Peer = self.connect_again()
             self.connect_s = time.perf_counter() - start
         except BaseException:
             self.close()
             raise
+
+    @property
+    def number(self) -> int:
+        """What the peer calls this link; 0 after ``close``."""
+        return self._link
+
+    def connect_again(self) -> Peer:
+        """Make another connection to the peer's pool; the caller disconnects it.
+
+        Raises:
+            ConnectError: the peer cannot be reached.
+        """
+        return self.transport.connect(self._keys.address, [self._keys.key])
 
     def close(self) -> None:
         """Close the transport, then tell the peer, which may be gone. Idempotent."""

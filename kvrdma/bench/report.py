@@ -39,7 +39,76 @@ class CaseReport(msgspec.Struct, frozen=True):
     """Median of the reads over the median of the copies."""
 
 
-class LinkReport(msgspec.Struct, frozen=True):
+class ReverseReport(msgspec.Struct, frozen=True):
+    """Reads of the peer from this side."""
+
+    pattern: str
+    block_bytes: int
+    nbytes: int
+    verified: bool
+    one_sided: bool
+    via: str
+    total_ms: Stat
+    gb_per_s: Stat
+
+
+class StreamsReport(msgspec.Struct, frozen=True):
+    """One read split over several connections."""
+
+    streams: int
+    pattern: str
+    block_bytes: int
+    nbytes: int
+    verified: bool
+    total_ms: Stat
+    gb_per_s: Stat
+
+
+class LatencyReport(msgspec.Struct, frozen=True):
+    """Many small reads, each timed from its post until ``poll`` has reported it; microseconds."""
+
+    nbytes: int
+    depth: int
+    """Reads in flight."""
+    reads: int
+    verified: bool
+    reads_per_s: float
+    mean_us: float
+    percentiles_us: dict[str, float]
+    """``"50"``, ``"90"``, ``"99"``, ``"99.9"``, ``"max"``."""
+    histogram: list[tuple[float, int]]
+    """Upper bounds, a quarter of a doubling apart, and how many reads were below each and above the one before."""
+    cdf_us: list[float]
+    """Latencies at equal steps of the share of reads, for plots."""
+
+
+class SoakReport(msgspec.Struct, frozen=True):
+    """Verified reads for a long time."""
+
+    seconds: float
+    reads: int
+    nbytes: int
+    failures: dict[str, int]
+    wrong: list[str]
+    gb_per_s: float
+    percentiles_ms: dict[str, float]
+    rss_growth_kib: int
+    """From the first tenth to the end."""
+    descriptors_growth: int
+
+
+class ChaosReport(msgspec.Struct, frozen=True):
+    """The peer went away in mid-read and came back."""
+
+    error: str
+    noticed_ms: float
+    """From the kill to the error."""
+    recovered_ms: float
+    """From the error to the next verified read."""
+    verified: bool
+
+
+class LinkReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """A whole link test."""
 
     kvrdma: str
@@ -51,6 +120,11 @@ class LinkReport(msgspec.Struct, frozen=True):
     connect_ms: float
     first_read_ms: float
     cases: list[CaseReport]
+    reverse: ReverseReport | None = None
+    streams: StreamsReport | None = None
+    latency: LatencyReport | None = None
+    soak: SoakReport | None = None
+    chaos: ChaosReport | None = None
 
     def to_builtins(self) -> dict[str, Any]:
         """Give dicts, lists and numbers."""

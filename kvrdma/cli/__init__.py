@@ -9,6 +9,7 @@ import click
 from kvrdma import __version__
 
 _COMMANDS = {
+    "report": ("kvrdma.cli.report", "report"),
     "bench": ("kvrdma.cli.bench", "bench"),
     "doctor": ("kvrdma.cli.doctor", "doctor"),
     "link-test": ("kvrdma.cli.link_test", "link_test"),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from kvrdma.bench.choose import Candidates, connect_first, open_candidates
-from kvrdma.bench.link import LinkResult, measure
+from kvrdma.bench.link import Link, LinkResult, measure
 from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.bench.room import check_room
 from kvrdma.bench.spawned_peer import Control, EstablishedControl, LocalControl, SpawnedPeer
 from kvrdma.cli.exits import JsonCommand, JsonGroup, run
+from kvrdma.cli.link_more import Peers, finish, measure_more, print_more, with_room
 from kvrdma.cli.link_options import Test, read_options, test_options
 from kvrdma.cli.link_report import print_result, progress_of
 from kvrdma.config import Config
@@ -91,7 +93,14 @@ def connect(ctx: click.Context, /, endpoint: str, **values: Any) -> None:  # noq
                 error.add_note("is `kvrdma link-test serve` running there?")
                 raise
             candidates = open_candidates(test.transport, test.options)
-            return _test(candidates.beyond_process(), EstablishedControl(client), test)
+            established = EstablishedControl(client)
+
+            def end(link: Link) -> None:
+                """Let the peer drop its end of the link, as a process that ends would."""
+                with SideChannelClient(Endpoint.parse(endpoint), config.secret) as other:
+                    other.request(CloseLink(link.number), config.control_timeout_s)
+
+            return _test(candidates.beyond_process(), established, test, Peers(lambda: EstablishedControl(client), end))
 
     run("link-test", work, as_json=values["as_json"])
 
@@ -130,26 +139,42 @@ def _test_here(test: Test) -> DataError | None:
     if test.options.device.kind == "cpu":
         check_room(test.cases, peer_here=True)
     candidates = open_candidates(test.transport, test.options)
-    control: Control
     with ExitStack() as stack:
         stack.callback(candidates.close)
         if candidates.need_this_process:
-            control = LocalControl(LinkPeer(test.options.device))
-        else:
-            candidates = candidates.beyond_process()
-            control = SpawnedPeer(test.options.device, PEER_DEADLINE_S)
-        stack.callback(control.close)
-        return _test(candidates, control, test)
+            control: Control = LocalControl(LinkPeer(test.options.device))
+            stack.callback(control.close)
+            return _test(candidates, control, test, Peers(lambda: control, None))
+        candidates = candidates.beyond_process()
+        spawned = [SpawnedPeer(test.options.device, PEER_DEADLINE_S)]
+
+        def now() -> Control:
+            """Give the peer, a new one if it was killed."""
+            if spawned[-1].process.poll() is not None:
+                spawned[-1].close()
+                spawned.append(SpawnedPeer(test.options.device, PEER_DEADLINE_S))
+            return spawned[-1]
+
+        @stack.callback
+        def end() -> None:
+            spawned[-1].close()
+
+        def kill(_: Link) -> None:
+            spawned[-1].process.kill()
+
+        return _test(candidates, spawned[-1], test, Peers(now, kill))
 
 
-def _test(candidates: Candidates, control: Control, test: Test) -> DataError | None:
-    opened = connect_first(candidates, control, test.cases, test.options)
+def _test(candidates: Candidates, control: Control, test: Test, peers: Peers) -> DataError | None:
+    opened = connect_first(candidates, control, with_room(test.cases, test.more), test.options)
     try:
         with progress_of(test.cases, as_json=test.as_json) as progress:
             result = measure(opened, test.cases, progress)
+        found = measure_more(test.more, opened, test.cases[0], peers, test.options)
     finally:
         opened.link.close()
-    return _show(result, test)
+    report, wrong = finish(result.report, found, test.more.save)
+    return _show(replace(result, report=report), test) or wrong
 
 
 def _show(result: LinkResult, test: Test) -> DataError | None:
@@ -160,6 +185,7 @@ def _show(result: LinkResult, test: Test) -> DataError | None:
         click.echo(json.dumps(result.report.to_builtins()))
     else:
         print_result(result, test.request)
+        print_more(result.report)
     if not result.mismatches:
         return None
     return DataError("\n".join(["bytes arrived that are not the peer's:", *result.mismatches]))

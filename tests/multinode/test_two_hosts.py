@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,7 +95,7 @@ def test_a_cut_line_gives_errors_in_time_and_recovers(tmp_path: Path) -> None:
     with VethHosts(six=True) as pair:
         there, here = pair.hosts
         endpoint = pair.endpoint(0, PORT)
-        timing = {"KVRDMA_READ_TIMEOUT_S": "2", "KVRDMA_CONTROL_TIMEOUT_S": "2"}
+        timing: dict[str, Any] = {"KVRDMA_READ_TIMEOUT_S": "2", "KVRDMA_CONTROL_TIMEOUT_S": "2"}
         with serving(there, pair.device, endpoint, tmp_path / "serve.log"):
             long = ("--nbytes", "16M", "--block", "4K", "--iters", "100000", "--json")
             words = (sys.executable, "-m", "kvrdma", "link-test", "connect", endpoint, *long)

@@ -20,7 +20,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
     if not values:
         return math.nan
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+    return ordered[max(0, math.ceil(round(percent * len(ordered) / 100, 6)) - 1)]
 
 
 def spread(values: Sequence[float], scale: float = 1e3) -> JSON:

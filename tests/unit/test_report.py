@@ -1,0 +1,176 @@
+"""`kvrdma report`: verdicts, charts, and a page that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvrdma.bench.charts.contents import Saved, Yardsticks, charts_of, load_report, speed_of, verdict_of
+from kvrdma.bench.charts.model import BarChart, LineChart, mark_text
+from kvrdma.bench.charts.page import page
+from kvrdma.bench.charts.svg import draw, nice_marks
+from kvrdma.cli import main
+from kvrdma.errors import ConfigError
+from kvrdma.finding import Finding
+
+
+def case(pattern: str, block: int, speed: float) -> dict[str, Any]:
+    return {
+        "pattern": pattern, "block_bytes": block, "rows": 8, "rows_posted": 8, "nbytes": 8 * block, "verified": True,
+        "blocking_us": {"best": 100.0, "median": 250.0}, "total_ms": {"best": 1.0, "median": 2.0},
+        "gb_per_s": {"best": speed, "median": speed}, "memcpy_gb_per_s": 5.0, "memcpy_ratio": 0.5,
+    }  # fmt: skip
+
+
+def link(name: str = "a", speeds: tuple[float, ...] = (10.0, 40.0), *, verified: bool = True) -> Saved:
+    cases = [case("fragmented", 4096 << (4 * i), speed) for i, speed in enumerate(speeds)]
+    latency = {"nbytes": 64, "depth": 2, "cdf_us": [1.0, 2.0, 4.0]}
+    report = {
+        "kind": "link",
+        "transport": "x",
+        "one_sided": True,
+        "verified": verified,
+        "cases": cases,
+        "latency": latency,
+    }
+    return Saved(name, "link", report)
+
+
+def bench(name: str = "b", speed: float = 3.0) -> Saved:
+    split = {
+        part: {"mean": mean, "p50": mean}
+        for part, mean in zip(("plan", "post", "wait", "reshape"), (1, 2, 3, 4), strict=True)
+    }
+    rank = {"rank": "consumer0 (0, 0)", "host": "<h>", "gb_per_s": speed, "pulls": 4, "fence_rejections": 0,
+            "pull_ms": {"p50": 5.0, "p99": None}, "split_ms": split}  # fmt: skip
+    report = {"kind": "bench", "verified": True, "ranks": [rank], "total": {"gb_per_s": speed}, "rivals": [],
+              "samples": {"pull_ms": [3.0, 1.0, 2.0]}}  # fmt: skip
+    return Saved(name, "bench", report)
+
+
+def by_check(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.check: finding for finding in findings}
+
+
+def test_a_verdict_compares_with_the_link_the_other_run_and_computing_again() -> None:
+    found = by_check(verdict_of([link(), link("before", (20.0, 40.0))], Yardsticks(link_gbit=400)))
+    assert found["bytes"].level == "green"
+    assert found["link rate"].found == "40.00 GB/s, 80% of 400 Gbit/s"
+    assert found["link rate"].level == "green"
+    assert found["against the other run"].level == "yellow"
+    assert "fragmented 4 KiB 0.50x, fragmented 64 KiB 1.00x" in found["against the other run"].found
+    # 8192 tokens x 131072 bytes at 40 GB/s; 2 x 8e9 x 8192 operations at 400e12 a second.
+    assert "27 ms to move, 328 ms to compute again" in found["against computing again"].found
+    assert found["against computing again"].level == "green"
+
+
+def test_a_slow_link_and_wrong_bytes_are_named() -> None:
+    found = by_check(verdict_of([link(speeds=(0.1,), verified=False)], Yardsticks(prefill_tokens_per_s=50_000)))
+    assert found["bytes"].level == "red"
+    assert found["link rate"].level == "yellow"
+    assert found["against computing again"].level == "yellow"
+    assert "164 ms to compute again (at 50000 tokens/s)" in found["against computing again"].found
+    same = by_check(verdict_of([link(), link()], Yardsticks()))
+    assert same["against the other run"].level == "green"
+    assert by_check(verdict_of([link(), bench()], Yardsticks()))["against the other run"].found == "of another kind"
+    assert speed_of(bench()) == 3.0
+
+
+def test_tp_shares_bytes_and_work() -> None:
+    one, four = Yardsticks(model="llama-3.1-70b"), Yardsticks(model="llama-3.1-70b", tp=4)
+    assert one.nbytes == 4 * four.nbytes == 8192 * 80 * 2 * 8 * 128 * 2
+    assert one.recompute_s == pytest.approx(4 * four.recompute_s)
+
+
+def test_charts_hold_the_figures() -> None:
+    throughput, latency, split = charts_of([link(), bench()])
+    assert isinstance(throughput, LineChart)
+    assert throughput.series[0].x == (4096.0, 65536.0)
+    assert throughput.series[0].y == (10.0, 40.0)
+    assert isinstance(latency, LineChart)
+    assert [series.x for series in latency.series] == [(1.0, 2.0, 4.0), (1000.0, 2000.0, 3000.0)]
+    assert latency.series[0].y[-1] == 100.0
+    assert isinstance(split, BarChart)
+    assert split.labels == ("a\n4 KiB", "a\n64 KiB", "b\nmean of pulls")
+    assert split.parts == {"plan": (0.0, 0.0, 1.0), "post": (0.25, 0.25, 2.0), "wait": (1.75, 1.75, 3.0),
+                           "reshape": (0.0, 0.0, 4.0)}  # fmt: skip
+    assert charts_of([Saved("s", "simulate", {"kind": "simulate"})]) == []
+
+
+def test_points_are_drawn_where_they_belong() -> None:
+    text = draw(charts_of([link(speeds=(5.0, 10.0))])[0])
+    (path,) = re.findall(r'<path class="c0" d="M([\d.]+),([\d.]+) L([\d.]+),([\d.]+)"', text)
+    assert [float(value) for value in path] == [64.0, 152.0, 624.0, 16.0], "half of the height, then all of it"
+    assert "<title>a: fragmented: 10 at 64 KiB</title>" in text
+    rects = re.findall(
+        r'<rect class="(c\d)" x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', draw(charts_of([bench()])[1])
+    )
+    assert [name for name, _, _ in rects] == ["c0", "c1", "c2", "c3"]
+    assert float(rects[3][1]) < float(rects[0][1]), "the last part is on top"
+
+
+def test_marks_are_round() -> None:
+    assert nice_marks(9.3) == [0, 2, 4, 6, 8, 10]
+    assert nice_marks(0.03) == [0, 0.01, 0.02, 0.03]
+    assert nice_marks(0) == [0, 1]
+    assert [mark_text(v, "bytes") for v in (512, 4096, 1 << 20, 3 << 30)] == ["512 B", "4 KiB", "1 MiB", "3 GiB"]
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [str(value) for name, value in attrs if name in ("src", "href")]
+        self.loads += [tag] if tag in ("script", "link", "img", "iframe") else []
+        if tag not in ("meta", "line", "circle", "rect", "path"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("line", "circle", "rect", "path"):
+            return
+        assert self.open.pop() == tag, f"</{tag}> closes something else"
+
+
+def test_the_page_loads_nothing_and_escapes_names() -> None:
+    saved = [link("<b>"), bench()]
+    text = page(saved, charts_of(saved), verdict_of(saved, Yardsticks()))
+    tags = Tags()
+    tags.feed(text)
+    assert (tags.loads, tags.open) == ([], [])
+    assert "url(" not in text
+    assert "<b>:" not in text
+    assert "&lt;h&gt;" in text
+    assert text.count("<figure>") == 3
+
+
+def test_the_command_writes_a_page_and_a_picture(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(link().report))
+    words = ["report", str(path), "--html", str(tmp_path / "r.html"), "--link-gbit", "400"]
+    ended = CliRunner().invoke(main, words)
+    assert ended.exit_code == 0, ended.output
+    assert "green: link rate: 40.00 GB/s, 80% of 400 Gbit/s" in ended.output
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    pytest.importorskip("matplotlib", reason="needs the extra report")
+    ended = CliRunner().invoke(main, [*words, "--png", str(tmp_path / "r.png")])
+    assert ended.exit_code == 0, ended.output
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
+    for text in ("nonsense", "[1]", '{"kind": "other"}'):
+        path = tmp_path / "x.json"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"x\.json"):
+            load_report(path)
+        assert CliRunner().invoke(main, ["report", str(path)]).exit_code == 2
+    assert CliRunner().invoke(main, ["report", str(tmp_path / "none.json")]).exit_code == 2
