@@ -10,6 +10,7 @@ from kvrdma import __version__
 
 _COMMANDS = {
     "report": ("kvrdma.cli.report", "report"),
+    "completion": ("kvrdma.cli.completion", "completion"),
     "bench": ("kvrdma.cli.bench", "bench"),
     "doctor": ("kvrdma.cli.doctor", "doctor"),
     "link-test": ("kvrdma.cli.link_test", "link_test"),
@@ -32,7 +33,22 @@ class _LazyGroup(click.Group):
         return command
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+_EPILOG = """\b
+Examples:
+  kvrdma doctor                                    what is wrong with this host
+  kvrdma link-test                                 what the best transport of this host can do
+  kvrdma link-test serve --bind 0.0.0.0:7471       on one host, and on another:
+  kvrdma link-test connect HOST:7471 --save a.json
+  kvrdma report a.json                             a page with plots and a verdict
+  kvrdma plan --p-tp 4 --d-tp 2                    who reads what from whom
+  kvrdma bench --simulate                          a model of a thousand engines
+
+\b
+docs/troubleshooting.md has every error with its cause and cure.
+"""
+
+
+@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvrdma")
 def main() -> None:
     """Move the KV cache of large language models between engines, and find out what the link can do."""

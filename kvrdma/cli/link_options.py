@@ -97,9 +97,10 @@ _OPTIONS = (
 
 def test_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of a test to a command."""
+    command = more_options(command)
     for option in reversed(_OPTIONS):
         command = option(command)
-    return more_options(command)
+    return command
 
 
 @dataclass(frozen=True, slots=True)

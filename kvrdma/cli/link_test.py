@@ -27,6 +27,13 @@ from kvrdma.wire import CloseLink
 
 PEER_DEADLINE_S = 3600.0
 _EPILOG = """\b
+Examples:
+  kvrdma link-test --model llama-3.1-8b --tp 4
+  kvrdma link-test --latency 64 --depth 8 --streams 4 --direction both --save a.json
+  kvrdma link-test --soak 10m --rate 2 --chaos
+  kvrdma link-test connect HOST:7471 --require-rdma
+
+\b
 Exit codes:
   0    every byte of every case was verified
   1    another error
@@ -44,6 +51,10 @@ With --json a failure prints one object as well: kvrdma, verified (false), error
 code and message; bytes that are wrong are in the report itself.
 """
 _SERVE_EPILOG = """\b
+Example:
+  KVRDMA_SECRET=... kvrdma link-test serve --bind 0.0.0.0:7471
+
+\b
 Exit codes:
   0    stopped by SIGINT or SIGTERM
   1    another error

@@ -23,6 +23,11 @@ _FORMATS = click.Choice(["HND", "NHD", "HND-outer", "NHD-outer", "CPU"])
 _MAX_RANKS = 16_384
 _SIDES = {"p": "producer", "d": "consumer"}
 _EPILOG = """\b
+Examples:
+  kvrdma plan --p-tp 4 --d-tp 2 --kv-heads 8
+  kvrdma plan --p-block 16 --d-block 64 --p-layout HND --d-layout NHD --json
+
+\b
 Exit codes:
   0    the plan was printed
   2    wrong options, or two engines that cannot serve each other

@@ -20,13 +20,19 @@ from kvrdma.store.numbers import Exporter
 from kvrdma.store.server import StoreServer
 from kvrdma.wire import AskStore, StoreNumbers
 
+_EPILOG = """\b
+Examples:
+  KVRDMA_SECRET=... kvrdma store serve --capacity 64GiB --bind 0.0.0.0:7480
+  kvrdma store stats HOST:PORT --json
+"""
 
-@click.group()
+
+@click.group(epilog=_EPILOG)
 def store() -> None:
     """Keep KV blocks of many engines in the memory of one process, filled and read by one-sided reads."""
 
 
-@store.command()
+@store.command(epilog=_EPILOG)
 @click.option("--capacity", type=Size(most=1 << 50), default="4GiB", show_default=True, help="Memory for blocks.")
 @click.option("--bind", default="127.0.0.1:7480", show_default=True, metavar="HOST:PORT", help="Where users ask.")
 @click.option("--advertise", metavar="HOST", help="The address users reach, if not that of --bind.")
@@ -88,7 +94,7 @@ def _serve(
             raise ConfigError("the store was ended by a defect: see the log")
 
 
-@store.command(cls=JsonCommand)
+@store.command(cls=JsonCommand, epilog=_EPILOG)
 @click.argument("endpoint", metavar="HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def stats(endpoint: str, *, as_json: bool) -> None:
