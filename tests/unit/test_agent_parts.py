@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from kvrdma.agent.batch import read_batch
 from kvrdma.agent.config import ConnectorOptions
 from kvrdma.agent.factory import unregister_connector
 from kvrdma.errors import ConfigError, MessageError, PlanError
+from kvrdma.page_format import Kind
 
 FACTS = CacheFacts(model={"model": "m"}, block_size=4, num_kv_heads=4)
 
@@ -119,7 +119,7 @@ def test_a_text_of_stores() -> None:
     ],
 )
 def test_ranks_that_hold_the_same_heads_count_once(
-    tp: int, heads: int, kind: Any, shape: int, shares: list[int]
+    tp: int, heads: int, kind: Kind, shape: int, shares: list[int]
 ) -> None:
     facts = replace(FACTS, tp_size=tp, num_kv_heads=heads, kind=kind)
     assert facts.shape.tp_size == shape

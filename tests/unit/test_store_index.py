@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -170,12 +171,12 @@ def test_records_of_families_of_odd_sizes_never_overlap() -> None:
                 for entry in index._entries.values()
             )
             assert spans[-1][1] <= memory.nbytes
-            assert all(one[1] <= two[0] for one, two in zip(spans, spans[1:], strict=False))
+            assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
     assert all(len(index) for index in indexes)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_against_a_slow_model(seed: int) -> None:
+def test_against_a_slow_model(seed: int) -> None:  # noqa: C901 - one loop of random actions
     """Bytes are versions: whoever reads must see those that were filled under the key, until he lets go."""
     rng, memory = random.Random(seed), slabs()
     index = Index(memory, RECORD, 2)
