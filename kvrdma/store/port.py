@@ -187,7 +187,7 @@ class StorePort:
             PullError: a transport may still write into the blocks, long after the deadline: they must not be used.
         """
         for number, prompt in enumerate(prompts):
-            check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], prompt.keys.num_tokens)
+            check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], 0)  # which may be short
         start_s = time.monotonic()
         deadline_s = start_s + timeout_s
         look_until_s = start_s + min(timeout_s, timeout_s if look_s is None else look_s)
