@@ -96,6 +96,34 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_state_is_that_of_the_prompt_but_its_last_token(engines: Make, tp: int) -> None:
+    from tests.helpers.mini_engine import settle
+
+    hybrid = shape(windows=(0, 0), state=True, tp=tp)
+    p, d = engines("p", "kv_producer", hybrid), engines("d", "kv_consumer", hybrid)
+    for number, length in enumerate((2, 33, 97, 161)):
+        decode(p, d, prompt_of(length, number), f"d{number}")
+        assert d.cached[f"d{number}"] == (0, length - 1)
+        settle(p, d)
+        p.finished.clear()
+
+
+def test_a_state_of_other_tokens_is_seen(engines: Make) -> None:
+    """The negative control: a state that was not pulled makes the next one wrong."""
+    from tests.helpers.mini_engine import run
+
+    hybrid = shape(windows=(0, 0), state=True)
+    p, d = engines("p", "kv_producer", hybrid), engines("d", "kv_consumer", hybrid)
+    prompt = prompt_of(97)
+    d.add("d", prompt, prefill(p, "p", prompt), new=4)
+    run(p, d, until=lambda: d.status("d") == "RUNNING")
+    assert d.wrong_positions("d", 0, 97) == []
+    d._state("d", d.ranks[0].caches["model.layers.1.self_attn.attn"])[:] += 1
+    d.step()
+    assert d.wrong_positions("d", 0, 98) == [("model.layers.1.self_attn.attn", 97)]
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_engines_of_different_shapes(engines: Make, name: str) -> None:
     from tests.helpers.mini_engine import settle

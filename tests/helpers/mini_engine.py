@@ -21,6 +21,8 @@ import torch
 from kvrdma.topology import EngineShape, RankId
 
 LAYERS, HEAD_SIZE, KV_HEADS = 2, 32, 4
+STATE_TOKENS = 1024
+"""The block size of a state: as many tokens as a request may have."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Shape:
     dcp: int = 1
     interleave: int = 1
     mla: bool = False
+    state: bool = False
+    """The last group keeps one state per request, made from the state before and a token."""
 
     def engine(self) -> EngineShape:
         """The same for the planner."""
@@ -57,6 +61,11 @@ def tag(tokens: torch.Tensor, positions: torch.Tensor, layer: int, heads: torch.
     cell = tokens.double() * 4096 + positions.double()
     base = ((cell[None] * LAYERS * 8 + layer) * KV_HEADS + heads[:, None].double()) % 1e6
     return (base[..., None] + torch.arange(2 * HEAD_SIZE) / (2.0 * HEAD_SIZE)).float()
+
+
+def next_state(before: float, token: int) -> float:
+    """The state after one more token; it differs for every prefix."""
+    return float((before * 31 + token) % 65521)
 
 
 @dataclass
@@ -87,7 +96,7 @@ class MiniEngine:
             self.config,
             self.kv_config,
             StructuredOutputManager(self.config),
-            block_size=shape.block_size * shape.dcp,
+            block_size=STATE_TOKENS if shape.state else shape.block_size * shape.dcp,
             hash_block_size=shape.block_size * shape.dcp,
             log_stats=True,
         )
@@ -122,6 +131,8 @@ class MiniEngine:
         size = (self.shape.blocks, len(heads), self.shape.block_size, 2 * HEAD_SIZE)
         stages = stage_layers(self.shape)
         caches = {name: torch.full(size, -1.0) for name in stages[rank.pp_rank]}
+        for name in filter(self._keeps_state, caches):
+            caches[name] = torch.full((size[0], 1, 1, caches[name][0].nbytes), -1, dtype=torch.int8)
         connector.worker.register(caches, stages if self.shape.pp > 1 else ())
         return Rank(connector, rank.rank, caches, heads)
 
@@ -215,6 +226,11 @@ class MiniEngine:
         request = self.scheduler.requests[name]
         end = request.num_computed_tokens
         for layer_name, cache in rank.caches.items():
+            if self._keeps_state(layer_name):
+                page = self._state(name, cache)
+                for position in range(end - scheduled, end):
+                    page[:] = next_state(float(page[0]) if position else rank.number, request.all_token_ids[position])
+                continue
             for position in range(end - scheduled, end):
                 if (place := self._cell(name, layer_name, position, rank)) is not None:
                     cache[place[0], :, place[1]] = self._content(request, layer_name, position, rank)
@@ -229,6 +245,13 @@ class MiniEngine:
     def _content(self, request: Any, layer_name: str, position: int, rank: Rank) -> torch.Tensor:
         token = torch.tensor([request.all_token_ids[position]])
         return tag(token, torch.tensor([position]), self._layer(layer_name)[0], rank.heads)[:, 0]
+
+    def _keeps_state(self, layer_name: str) -> bool:
+        return self.shape.state and self._layer(layer_name)[1] == len(self.shape.windows) - 1
+
+    def _state(self, name: str, cache: torch.Tensor) -> torch.Tensor:
+        """The page with a request's state."""
+        return cache[self.blocks_of(name)[-1][0]].view(torch.float32).view(-1)
 
     def _layer(self, layer_name: str) -> tuple[int, int]:
         """Number and KV group of a layer."""
@@ -247,6 +270,12 @@ class MiniEngine:
         wrong = []
         for rank in self.ranks:
             for layer_name, cache in rank.caches.items():
+                if self._keeps_state(layer_name):
+                    state: float = rank.number
+                    for token in request.all_token_ids[:end]:
+                        state = next_state(state, token)
+                    wrong += [] if (self._state(request_id, cache) == state).all() else [(layer_name, end - 1)]
+                    continue
                 window = self.shape.windows[self._layer(layer_name)[1]]
                 for position in range(max(start, end - window + 1) if window else start, end):
                     place = self._cell(request_id, layer_name, position, rank)
@@ -354,7 +383,10 @@ def make_kv_config(shape: Shape) -> Any:
     groups = []
     for number, window in enumerate(shape.windows):
         names = [f"model.layers.{layer}.self_attn.attn" for layer in range(number, LAYERS, len(shape.windows))]
-        if shape.mla:
+        if shape.state and number == len(shape.windows) - 1:
+            words = heads * shape.block_size * 2 * HEAD_SIZE
+            spec = vllm_specs.MambaSpec(block_size=STATE_TOKENS, shapes=((words,),), dtypes=(torch.float32,))
+        elif shape.mla:
             spec = vllm_specs.MLAAttentionSpec(**common)
         elif window:
             spec = vllm_specs.SlidingWindowSpec(**common, sliding_window=window)
