@@ -94,6 +94,7 @@ def run_plan_case(case: PlanCase, repeats: int) -> PlanResult:
         pages, need = layout.layers[0].planes[0].num_pages, -(-tokens // block)
         spans.append(BlockSpan(rng.permutation(pages)[:need] if case.fragmented else np.arange(need)))
     times: list[tuple[int, int, int]] = []
+    counts = (0, 0, 0)
     for _ in range(max(1, repeats)):  # a plan is dropped before the next peer's, as by an engine whose pull is done
         spent, plan = _round((local, remote), spans, tokens)
         times.append(spent)
