@@ -332,7 +332,8 @@ def _do_read_by_halves(state: _State) -> None:
     """Let every read of data stop after its first half, until ``read_on``."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    state.half_read.clear(), state.read_on.clear()
+    state.half_read.clear()
+    state.read_on.clear()
     for transport in get_kv_transfer_group().worker.engine._memory.transports.values():
         transport.read = _halved(state, type(transport).read.__get__(transport))
 
