@@ -12,6 +12,7 @@ from kvrdma.reference import PullReference
 
 _DEAD_PORT = 9  # discard: nobody listens there
 _GRACE_S = 30.0
+_LOOK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class Outcome:
 class _Flight:
     slot: int
     blocks: list[int]
+    reference: PullReference
     due_s: float
     began_s: float
 
@@ -74,12 +76,21 @@ class ConsumerRank:
         self._start_s = time.monotonic()
         for request in self.requests():
             self._wait_until(due_s[request])
-            reference = PullReference.from_params(
-                self.member.exchange.get(f"reference/{request}", self.member.timeout_s)
-            )
+            reference = self._reference(request)
             self._begin(request, reference, lengths[request], fates[request], due_s[request])
         while self._flying:
             self._collect(1.0)
+
+    def _reference(self, request: int) -> PullReference:
+        """Wait for a request's publication, and go on with what ends meanwhile: its producer may wait for that."""
+        deadline_s = time.monotonic() + self.member.timeout_s
+        while True:
+            try:
+                return PullReference.from_params(self.member.exchange.get(f"reference/{request}", _LOOK_S))
+            except UnreachableError:
+                if time.monotonic() > deadline_s:
+                    raise
+                self._collect(0.0)
 
     def _now_s(self) -> float:
         return time.monotonic() - self._start_s
@@ -100,7 +111,7 @@ class ConsumerRank:
         params = reference.to_params()
         if fate == "unreachable":
             params = {**params, "remote_port": _DEAD_PORT, "remote_engine_id": f"{reference.engine_id} gone"}
-        self._flying[request] = _Flight(slot, blocks, due_s, self._now_s())
+        self._flying[request] = _Flight(slot, blocks, reference, due_s, self._now_s())
         engine.pull(request, params, blocks)
         self.member.exchange.add(f"started/{request}")
         if fate == "abort":
@@ -131,6 +142,7 @@ class ConsumerRank:
                 outcome.wrong_rows = self.member.cache.wrong_rows(request, flight.blocks, tokens)
         elif isinstance(event, PullFailed):
             outcome.result, outcome.why, outcome.attempts = _name(event.reason), str(event.reason), event.attempts
+            self.member.engine.decline(flight.reference)  # where the pull met nobody, the producer does not know
         elif isinstance(event, PullReleased):
             outcome.result = "PullTimeoutError"
         self.outcomes.append(outcome)

@@ -108,3 +108,7 @@ class ProducerRank:
         member.reopen(1)
         for request in list(self._live):
             self._end(request, "restarted")
+        # A consumer that comes before all ranks are back is turned away, and nobody tells the ranks that are.
+        back = f"back/{member.place.engine_id}"
+        member.exchange.add(back)
+        wait_count(member.exchange, back, self._ranks, member.timeout_s)

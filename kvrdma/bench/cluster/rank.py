@@ -95,6 +95,7 @@ def bench_config(scenario: Scenario, config: Config, listen: str | None) -> Conf
     changes: dict[str, object] = {
         "pull_timeout_s": scenario.timeout_s,
         "lease_s": max(config.lease_s, 4 * scenario.timeout_s),
+        "breaker_threshold": 1 << 20,  # a request that is refused at once would keep its blocks for a whole lease
     }
     if scenario.transports:
         changes["transports"] = scenario.transports
