@@ -27,9 +27,10 @@ def serve() -> int:
     """Serve link tests and one region until the other guest hangs up."""
     address = f"{HOST}:{LINK_PORT}"
     command = [sys.executable, "-m", "kvrdma", "link-test", "serve", "--bind", address, "--insecure"]
-    server = subprocess.Popen([*command, "--transport", "verbs"])
+    server = subprocess.Popen(command)
     state = SimpleNamespace()
     at.open_target(state, lambda: open_transport("verbs"), [PAGE], 1)
+    _connect(LINK_PORT).close()  # it listens
     with socket.create_server((HOST, MEETING_PORT)) as listener:
         listener.settimeout(WAIT_S)
         other, _ = listener.accept()
@@ -44,11 +45,11 @@ def serve() -> int:
     return 0
 
 
-def _meet() -> socket.socket:
+def _connect(port: int) -> socket.socket:
     deadline_s = time.monotonic() + WAIT_S
     while True:
         try:
-            return socket.create_connection((HOST, MEETING_PORT), timeout=5)
+            return socket.create_connection((HOST, port), timeout=5)
         except OSError:
             if time.monotonic() > deadline_s:
                 raise
@@ -101,7 +102,7 @@ def main() -> int:
     """Run one of the two roles."""
     if sys.argv[1] == "a":
         return serve()
-    with _meet() as other:
+    with _connect(MEETING_PORT) as other:
         blob, keys = json.loads(other.makefile().readline())
         test_link()
         cut_and_connect_again(bytes.fromhex(blob), [bytes.fromhex(key) for key in keys])
