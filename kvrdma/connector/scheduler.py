@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     from kvrdma.connector.options import ConnectorOptions
 
+_COUNTED = (*(each.name for each in fields(Counts)), "requests_not_offered")
+_counts = attrgetter(*_COUNTED[:-1])
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +53,8 @@ class SchedulerSide:
         self._exports = Exports(transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options)
         self._with_blocks = stages_in_host_memory(vllm_config)
         self._step = StepMetadata()
-        self._told: dict[str, int] = {}
-        self._seen: object = Counts(), 0, 0
+        self._told = (0,) * len(_COUNTED)
+        self._breakers_open = 0
         self._directory = RankDirectory(transfer.engine_id)
         self._server: SideChannelServer | None = None
         if transfer.is_kv_producer or options.bidirectional:
@@ -126,16 +129,15 @@ class SchedulerSide:
 
     def stats(self) -> KvRdmaStats | None:
         """Give what has changed since the last call."""
-        seen = replace(self._loads.counts), self._exports.refused, self._loads.breakers_open()
-        if seen == self._seen:  # asked in every step
+        now = (*_counts(self._loads.counts), self._exports.refused)
+        breakers_open = self._loads.breakers_open()
+        if now == self._told and breakers_open == self._breakers_open:  # asked in every step
             return None
-        self._seen = seen
-        counts = asdict(self._loads.counts) | {"requests_not_offered": self._exports.refused}
         stats = KvRdmaStats()
-        for name, count in counts.items():
-            stats.count(name, count - self._told.get(name, 0))
-        stats.gauge("breakers_open", "scheduler", seen[2])
-        self._told = counts
+        for name, count, told in zip(_COUNTED, now, self._told, strict=True):
+            stats.count(name, count - told)
+        stats.gauge("breakers_open", "scheduler", breakers_open)
+        self._told, self._breakers_open = now, breakers_open
         return stats
 
     # Life

@@ -1,7 +1,8 @@
-"""Two vLLM engines that differ in tensor parallel size or block size."""
+"""Two vLLM engines that differ in parallel or block sizes, or have another connector beside ours."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,36 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
     theirs, ours = SHAPES[name]
     p, d = engine(tiny_llama, "kv_producer", **theirs), engine(tiny_llama, "kv_consumer", **ours)
+    try:
+        p.wait_ready(), d.wait_ready()
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            same(transfer(p, d, str(length), prompt), p.generate(f"alone{length}", prompt))
+        assert d.call("seen")["external_tokens"] == sum(LENGTHS) - len(LENGTHS)
+        nothing_left(p, d)
+    finally:
+        d.close()
+        p.close()
+
+
+def beside_another(role: str, folder: Path) -> dict[str, Any]:
+    ours = {"kv_connector": "KvRdmaConnector", "kv_connector_module_path": "kvrdma.connector", "kv_role": role}
+    disk = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    disk["kv_connector_extra_config"] = {"shared_storage_path": str(folder)}  # type: ignore[assignment]
+    return {
+        "kv_role": role,
+        "kv_connector": "MultiConnector",
+        "kv_connector_module_path": None,
+        "kv_connector_extra_config": {"connectors": [ours, disk]},
+    }
+
+
+def test_beside_another_connector(tiny_llama: str, tmp_path: Path) -> None:
+    made = [
+        engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
+        for role in ("kv_producer", "kv_consumer")
+    ]
+    p, d = made
     try:
         p.wait_ready(), d.wait_ready()
         for length in LENGTHS:
