@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prefill and decode servers of one tiny model and a proxy in front of them, all on this host; then asks them.
-# Another model: MODEL=... SERVE="--dtype bfloat16" examples/pd_serve.sh
+# Another model: MODEL=... SERVE="--dtype bfloat16" examples/pd_serve.sh. PyPI's router: ROUTER=.../vllm-router
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -33,7 +33,12 @@ for each in 1 2; do
     sleep 1
   done
 done
-python examples/pd_proxy.py "$port" "http://127.0.0.1:$((port + 1))" "http://127.0.0.1:$((port + 2))" &
+prefill=http://127.0.0.1:$((port + 1)) decode=http://127.0.0.1:$((port + 2))
+if [ -n "${ROUTER:-}" ]; then
+  "$ROUTER" --vllm-pd-disaggregation --prefill "$prefill" --decode "$decode" --host 127.0.0.1 --port "$port" >"$work/router.log" 2>&1 &
+else
+  python examples/pd_proxy.py "$port" "$prefill" "$decode" &
+fi
 pids+=($!)
 until (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null; do sleep 0.2; done
 
