@@ -91,11 +91,18 @@ class StoreExchange:
     def get(self, name: str, timeout_s: float) -> Any:  # noqa: ANN401
         """Wait for a value."""
         key = f"kvrdma/{name}"
+        deadline_s = time.monotonic() + timeout_s
         try:
-            self._store.wait([key], timedelta(seconds=timeout_s))
+            # Asked again and again: a wait of the store that times out may leave its answer for the next request.
+            while not self._store.check([key]):
+                if time.monotonic() > deadline_s:
+                    raise UnreachableError(
+                        f"{name!r} did not come within {timeout_s:g} s: another rank is gone or slow"
+                    )
+                time.sleep(_POLL_S)
             return json.loads(self._store.get(key))
         except (RuntimeError, ValueError) as error:
-            raise UnreachableError(f"{name!r} did not come within {timeout_s:g} s: {error}") from error
+            raise UnreachableError(f"{name!r} cannot be read from the rendezvous store: {error}") from error
 
     def add(self, name: str, number: int = 1) -> int:
         """Add to a counter."""
