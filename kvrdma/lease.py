@@ -150,6 +150,7 @@ class End(Enum):
 @dataclass(slots=True)
 class _Lease:
     request_id: Hashable
+    since_s: float
     deadline_s: float
     consumers: int
     readers: dict[str, frozenset[int]] = field(default_factory=dict)
@@ -199,6 +200,11 @@ class LeaseBook:
     def __contains__(self, request_id: Hashable) -> bool:
         return request_id in self._keys
 
+    def oldest_s(self, now_s: float) -> float:
+        """Give the age in seconds of the oldest lease; 0 if there is none."""
+        oldest = next(iter(self._leases.values()), None)  # they are in the order of their publication
+        return 0.0 if oldest is None else now_s - oldest.since_s
+
     def prepare(self, key: LeaseKey) -> None:
         """Make a lease's word live ahead of ``publish``: its reference goes out as soon as the KV is there.
 
@@ -244,7 +250,7 @@ class LeaseBook:
             self._adopt(request_id, key)
         self._prepared.discard(key)
         self._table.make_live(key)
-        self._leases[key] = _Lease(request_id, now_s + self._lease_s, consumers)
+        self._leases[key] = _Lease(request_id, now_s, now_s + self._lease_s, consumers)
         self._keys[request_id] = key
         self._by_slot[key.slot] = key
         for (consumer, rank), readers in self._take_early(key).items():

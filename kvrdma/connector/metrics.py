@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 
 SERIES = ("pull_s", "read_s", "pull_bytes", "rows_posted")
 """One value per pull and rank."""
+GAUGES = ("leases", "quarantined", "oldest_lease_s")
+"""Of an engine's stats."""
+MOST = frozenset({"oldest_lease_s"})
+"""Gauges whose total is the highest of any rank, not the sum."""
+
+
+def joined(name: str, ranks: Mapping[str, int]) -> int:
+    """Sum a gauge over ranks, or give the highest."""
+    return max(ranks.values(), default=0) if name in MOST else sum(ranks.values())
 
 
 @dataclass
@@ -53,8 +63,8 @@ class KvRdmaStats(KVConnectorStats):
         self.data["gauges"].setdefault(name, {})[rank] = value
 
     def total(self, name: str) -> int:
-        """Sum a gauge over ranks."""
-        return int(sum(self.data["gauges"].get(name, {}).values()))
+        """Join a gauge of all ranks."""
+        return joined(name, self.data["gauges"].get(name, {}))
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""

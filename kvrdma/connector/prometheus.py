@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
+from kvrdma.connector.metrics import joined
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -35,6 +37,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
 _GAUGES: Mapping[str, tuple[str, str]] = {
     "leases": ("leases_held", "Leases held now, sum over ranks."),
     "quarantined": ("quarantined_pulls", "Pulls whose blocks a transport may still write to, sum over ranks."),
+    "oldest_lease_s": ("oldest_lease_seconds", "Age of the oldest lease held now, the highest of any rank."),
     "breakers_open": ("breakers_open", "Producers that are left alone now."),
 }
 
@@ -93,7 +96,7 @@ class KvRdmaPromMetrics(KVConnectorPromMetrics):
             if ranks := transfer_stats_data["gauges"].get(key):
                 held = self._held.setdefault((engine_idx, key), {})
                 held.update(ranks)
-                gauge[engine_idx].set(sum(held.values()))
+                gauge[engine_idx].set(joined(key, held))
         labels = self.per_engine_labelvalues[engine_idx]
         for name, times in transfer_stats_data["failures"].items():
             peer, _, reason = name.rpartition("|")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvrdma.connector.identity import rank_identity, stages_in_host_memory
 from kvrdma.connector.layouts import Caches, exchanged_caches
 from kvrdma.connector.metadata import Load, LoadBlame, Publication, RankHandshake, StepMetadata
-from kvrdma.connector.metrics import KvRdmaStats
+from kvrdma.connector.metrics import GAUGES, KvRdmaStats
 from kvrdma.connector.staging import HostStaging
 from kvrdma.engine import Ended, Engine, Event, PullDone, PullFailed
 from kvrdma.errors import (
@@ -69,7 +69,7 @@ class WorkerSide:
         self._results = Results()
         self._blamed: set[str] = set()
         self._stats = KvRdmaStats()
-        self._told = dict.fromkeys((*_COUNTED, "leases", "quarantined"), 0)
+        self._told = dict.fromkeys((*_COUNTED, *GAUGES), 0)
         self._news = False
         """Something has begun or ended since the engine was asked for its counts."""
         self._look_again_s = 0.0
@@ -246,7 +246,7 @@ class WorkerSide:
             now = self._engine.stats()
             for name in _COUNTED:
                 self._stats.count(name, now[name] - self._told[name])
-            for name in ("leases", "quarantined"):
+            for name in GAUGES:
                 if now[name] != self._told[name]:
                     self._stats.gauge(name, f"{self._rank.pp_rank}/{self._rank.rank}", now[name])
             self._told = {name: now[name] for name in self._told}

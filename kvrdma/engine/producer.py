@@ -122,9 +122,13 @@ class Producer:
                 fence.revoke(LeaseKey(slot, fence.word(slot) >> 1))
 
     def counts(self) -> dict[str, int]:
-        """Give the sizes of what is empty when nothing is going on, and of messages kept for leases to come."""
+        """Give the sizes of what is empty when nothing is going on, and of messages kept for leases to come.
+
+        ``oldest_lease_s`` is the age of the oldest lease in whole seconds.
+        """
         with self._lock:
-            return {"leases": len(self._book), "early": self._book.remembered}
+            oldest_s = int(self._book.oldest_s(self._clock()))
+            return {"leases": len(self._book), "early": self._book.remembered, "oldest_lease_s": oldest_s}
 
     def answer(self, message: Message) -> Message:
         """Answer one message of a consumer or of another rank of this engine.

@@ -22,4 +22,4 @@ def test_every_query_names_a_metric_and_every_metric_is_shown() -> None:
     asked = {name for query in queries for name in re.findall(r"vllm:kvrdma_(\w+)", query)}
     assert asked <= exist
     assert {name for name, _ in _GAUGES.values()} <= asked
-    assert len(queries) == 16
+    assert len(queries) == 17

@@ -248,3 +248,13 @@ def test_invented_consumers_of_a_live_lease_stay_bounded(book: LeaseBook) -> Non
     assert taken == 65  # the one expected and 64 others
     assert not book.done(key, "z", 0, range(20_000))
     assert "r" in book
+
+
+def test_the_oldest_lease() -> None:
+    book = LeaseBook(FenceTable(4), 30.0)
+    assert book.oldest_s(5.0) == 0.0
+    book.publish("first", 1.0)
+    book.publish("second", 3.0)
+    assert book.oldest_s(5.0) == 4.0
+    book.withdraw("first")
+    assert book.oldest_s(5.0) == 2.0
