@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.helpers.hosts import Background, VethHosts, kvrdma, serving
-from tests.helpers.two_hosts import TwoHosts
+from kvrdma.errors import ConnectError
+from kvrdma.testing import PeerProcess
+from kvrdma.testing import target as at
+from kvrdma.testing.target import PAGE, Reader, done
+from kvrdma_ucx import UcxTransport
+from tests.helpers.hosts import Background, VethHosts, ip, kvrdma, serving
+from tests.helpers.two_hosts import TwoHosts, enter
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("ucx"), pytest.mark.needs("netns")]
 SMALL = ("--nbytes", "256K", "--block", "4K,64K", "--iters", "3", "--pattern", "fragmented", "--json")
 PORT = 7471
+UCX_DEBIAN = next(iter((Path(__file__).parents[2] / ".deps/ucx-debian/usr/lib").glob("*-linux-gnu")), Path("/"))
 
 
 @pytest.fixture(scope="module", params=["IPv4", "IPv6"])
@@ -125,3 +134,47 @@ def test_a_line_of_a_millisecond_that_loses_packets(tmp_path: Path) -> None:
             report = json.loads(ended.stdout)
             assert report["verified"]
             assert report["cases"][0]["total_ms"]["best"] > 2.0, "there and back again"
+
+
+def _into_the_void(state: SimpleNamespace, address: bytes, keys: list[bytes], lost: str, device: str) -> dict[str, Any]:
+    """Connect to a host whose packets go nowhere, and go on reading from another peer meanwhile."""
+    subprocess.run(["ip", "neigh", "replace", lost, "lladdr", "02:00:00:00:00:99", "nud", "permanent", "dev", device],
+                   check=True)  # fmt: skip
+    at.open_target(state, UcxTransport, [PAGE], 5)
+    reader = Reader.open(UcxTransport(connect_timeout_s=3), PAGE)
+    peer = reader.transport.connect(*at.exports(state))
+    errors: list[str] = []
+
+    def connect() -> None:
+        try:
+            reader.transport.connect(address, keys)
+        except ConnectError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    reads = 0
+    while thread.is_alive():
+        done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)]), 2.0))
+        reads += 1
+    began_s = time.monotonic()
+    reader.transport.close()
+    state.transport.close()
+    return {"errors": errors, "reads": reads, "close_s": time.monotonic() - began_s}
+
+
+@pytest.mark.parametrize("old", [False, pytest.param(True, marks=pytest.mark.needs("ucx-debian"))])
+def test_a_host_that_drops_packets_stops_nobody(hosts: VethHosts, *, old: bool) -> None:
+    """UCX connects in the thread that serves all peers: unless told otherwise it stands still for two minutes."""
+    there, here = hosts.hosts
+    environ = {"UCX_NET_DEVICES": f"{hosts.device},lo"} | ({"KVRDMA_UCX_LIB": str(UCX_DEBIAN)} if old else {})
+    with PeerProcess(environ) as target, PeerProcess(environ) as reader:
+        target.call(enter, there)
+        target.call(at.open_target, UcxTransport, [PAGE], 1)
+        reader.call(enter, here)
+        told = reader.call(_into_the_void, *target.call(at.exports), hosts.addresses[0], hosts.device)
+    ip("-n", here, "neigh", "del", hosts.addresses[0], "dev", hosts.device)
+    assert len(told["errors"]) == 1
+    assert "did not answer within 3" in told["errors"][0]
+    assert told["reads"] > 3
+    assert told["close_s"] < 5

@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <sstream>
 #include <string_view>
@@ -26,6 +27,7 @@ constexpr Setting kDefaults[] = {
     {"CUDA_IPC_ENABLE_GET_ZCOPY", "y"},    // else pulls between GPUs without NVLink are staged, 100x slower
     {"RCACHE_PURGE_ON_FORK", "y"},         // a child must not inherit cached registrations
     {"KEEPALIVE_INTERVAL", "1s"},          // notices a dead peer of an idle RDMA endpoint; TCP notices by itself
+    {"TCP_CONN_NB", "y"},                  // else a host that drops packets stops the thread, and all peers, for minutes
     {"TCP_TX_SEG_SIZE", "64k"},            // served reads come in pieces of this size
     {"TCP_RX_SEG_SIZE", "128k"},
 };
@@ -52,6 +54,11 @@ Context::Context() {
     for (const Setting &setting : kDefaults)
         if (!user_set(setting.name)) // a version that does not know a setting says so; that is no reason to stop
             (void)ucp_config_modify(config, setting.name, setting.value);
+    if (aborts_half_open()) { // old ones know the settings of their transports without the transport's name
+        for (const Setting &setting : {Setting{"TCP_CONN_NB", "y"}, {"TCP_TX_SEG_SIZE", "64k"}, {"TCP_RX_SEG_SIZE", "128k"}})
+            if (!user_set(setting.name))
+                (void)ucp_config_modify(config, setting.name + std::strlen("TCP_"), setting.value);
+    }
     if (refuses_emulation_) // whatever the user set: messages.hpp says why
         throw_unless_ok(ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n"), "TransportUnavailableError",
                         "UCX refuses UCX_PROTO_EMULATION_ENABLE=n");
@@ -66,7 +73,10 @@ Context::Context() {
     query();
 }
 
-Context::~Context() { ucp_cleanup(handle_); }
+Context::~Context() {
+    if (!left_open_)
+        ucp_cleanup(handle_);
+}
 
 void Context::query() {
     ucp_context_attr_t attr = {};

@@ -238,6 +238,10 @@ void Endpoint::close(Failure why, bool lost) {
         closed_ = true;
         return;
     }
+    if (!failing_ && !session_ && outstanding_ && shared_.context.aborts_half_open()) {
+        parked_ = true;
+        return;
+    }
     if (!failing_ && session_)
         say_goodbye();
     ucp_request_param_t param = {};

@@ -63,7 +63,7 @@ struct Connecting {
 
 // What the endpoints of one transport share.
 struct Shared {
-    const Context &context;
+    Context &context;
     const Options &options;
     Regions &regions;
     CompletionQueue &done;
@@ -96,6 +96,8 @@ class Endpoint {
     void close(Failure why, bool lost);
     bool closing() const noexcept { return closing_; }
     bool finished() const noexcept { return closed_ && outstanding_ == 0; }
+    // Given up before it was wired up, where UCX cannot bear that: it is reported, and kept as it is for ever.
+    bool parked() const noexcept { return parked_; }
     void report(); // once finished: the end of every read, then of the peer
 
   private:
@@ -190,7 +192,7 @@ class Endpoint {
     uint32_t outstanding_ = 0; // requests whose callback has not come
     std::map<uint64_t, std::unique_ptr<Read>> reads_;
     std::deque<Read *> posting_, checking_, arrived_;
-    bool failing_ = false, closing_ = false, closed_ = false, lost_ = false;
+    bool failing_ = false, closing_ = false, closed_ = false, lost_ = false, parked_ = false;
     Failure failure_;
 };
 

@@ -66,7 +66,7 @@ uint64_t random_session() {
 
 } // namespace
 
-Worker::Worker(const Context &context, const Options &options, Regions &regions, CompletionQueue &done)
+Worker::Worker(Context &context, const Options &options, Regions &regions, CompletionQueue &done)
     : shared_{context, options, regions, done} {
     try {
         create_workers();
@@ -255,11 +255,13 @@ void Worker::close_failed() {
 
 void Worker::retire_finished() {
     for (auto it = endpoints_.begin(); it != endpoints_.end();) {
-        if (!it->second->finished()) {
+        if (!it->second->finished() && !it->second->parked()) {
             ++it;
             continue;
         }
         it->second->report();
+        if (it->second->parked())
+            parked_.push_back(std::move(it->second));
         it = endpoints_.erase(it);
     }
 }
@@ -290,6 +292,16 @@ void Worker::shut_down() {
     std::map<uint64_t, std::unique_ptr<Endpoint>> left;
     left.swap(endpoints_);
     fork_guard_.end(); // the sets are UCX's, and end with its workers
+    for (auto &[id, endpoint] : left)
+        if (endpoint->parked())
+            endpoint->report(), parked_.push_back(std::move(endpoint));
+    std::erase_if(left, [](const auto &each) { return !each.second; });
+    if (!parked_.empty()) { // destroying their worker would abort as well
+        shared_.context.leave_open();
+        for (auto &endpoint : parked_)
+            (void)endpoint.release();
+        reader_ = server_ = nullptr;
+    }
     for (ucp_worker_h *worker : {&reader_, &server_})
         if (*worker)
             ucp_worker_destroy(std::exchange(*worker, nullptr));

@@ -42,7 +42,7 @@ using Command = std::variant<ConnectCommand, ReadCommand, DisconnectCommand, Use
 
 class Worker {
   public:
-    Worker(const Context &context, const Options &options, Regions &regions, CompletionQueue &done);
+    Worker(Context &context, const Options &options, Regions &regions, CompletionQueue &done);
     ~Worker(); // ends the thread, within 5 s
     Worker(const Worker &) = delete;
     Worker &operator=(const Worker &) = delete;
@@ -94,6 +94,7 @@ class Worker {
 
     // Of the thread.
     std::map<uint64_t, std::unique_ptr<Endpoint>> endpoints_;
+    std::vector<std::unique_ptr<Endpoint>> parked_; // UCX may still call them back
     std::map<uint64_t, std::unique_ptr<Consumer>> consumers_;
     std::vector<Greeting> greetings_;
     std::vector<Hello> answers_;
