@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import select
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ from kvrdma.bench.host_facts import describe_host
 from kvrdma.bench.patterns import Case, Shape, find_mismatch, rows_of
 from kvrdma.bench.pool import Pool, allocate
 from kvrdma.bench.reading import timed_read
+from kvrdma.bench.ready import wait_readable
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError, ControlError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
@@ -154,7 +154,7 @@ def main() -> None:
     server = SideChannelServer(Endpoint("127.0.0.1", 0), peer.handle, Config.from_env().secret)
     sys.stdout.write(f"{server.endpoint}\n")
     sys.stdout.flush()
-    select.select([sys.stdin], [], [], options.deadline_s)
+    wait_readable(sys.stdin, options.deadline_s)
     server.close()
     peer.close()
 

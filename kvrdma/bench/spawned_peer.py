@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import select
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrdma.bench.link_peer import LinkPeer
+from kvrdma.bench.ready import wait_readable
 from kvrdma.errors import ControlError, PeerLostError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.transport import Device
@@ -113,7 +113,7 @@ class SpawnedPeer:
 
     def _first_line(self) -> str:
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], _START_S)
+        ready = wait_readable(self.process.stdout, _START_S)
         line = self.process.stdout.readline().decode().strip() if ready else ""
         if not line:
             raise UnreachableError(f"the peer process did not start within {_START_S:g} s{self._last_words()}")

@@ -222,7 +222,7 @@ def test_chaos(transport: str) -> None:
 def test_soak() -> None:
     grown = soak.run("memory", pulls=1000)
     assert grown["wrong_rows"] == 0
-    assert grown["fds_grown"] == 0
+    assert grown["fds_grown"] <= 0  # less: what earlier tests had left was collected
     assert grown["threads_grown"] == 0
     assert isinstance(grown["rss_grown_mb"], float)
     assert grown["rss_grown_mb"] < 8

@@ -46,15 +46,15 @@ def run_rank(scenario: Scenario, seat: Seat, exchange: Exchange, config: Config,
     place = place_of(scenario, seat.number, seat.world)
     member = join(scenario, place, exchange, bench_config(scenario, config, seat.listen))
     try:
+        before = nic_bytes() if seat.local == 0 else {}  # and not later: other ranks of this host may begin first
         exchange.add("ready")
         wait_count(exchange, "ready", seat.world, START_S)
         say(f"{place.engine_id} rank {tuple(place.rank)} at {member.engine.endpoint}")
-        before = nic_bytes() if seat.local == 0 else {}
         report = _work(member, place)
-        if seat.local == 0:
-            report["nics"] = difference(before, nic_bytes())
         exchange.add("finished")
         wait_count(exchange, "finished", seat.world, START_S + member.timeout_s)  # producers outlive their readers
+        if seat.local == 0:
+            report["nics"] = difference(before, nic_bytes())
     finally:
         member.engine.close()
     compared = rivals.compare(scenario, seat.number, exchange, seat.listen or rivals.LOOPBACK)

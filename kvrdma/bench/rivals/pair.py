@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvrdma.bench.patterns import Case
+from kvrdma.bench.ready import wait_readable
 from kvrdma.errors import KVRDMAError
 
 JSON = dict[str, Any]
@@ -68,8 +68,7 @@ class Child:
             self._process.stdin.flush()
         except BrokenPipeError:
             raise self._failure(op) from None
-        ready, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
-        line = self._process.stdout.readline() if ready else ""
+        line = self._process.stdout.readline() if wait_readable(self._process.stdout, _ANSWER_S) else ""
         if not line:
             raise self._failure(op)
         reply: JSON = json.loads(line)
