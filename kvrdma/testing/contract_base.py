@@ -38,6 +38,8 @@ class ContractBase:
             transport.close()
         for target in self._targets:
             target.close()
+        self._transports.clear()  # pytest keeps this instance, and closed transports keep what poll() may still need
+        self._targets.clear()
 
     def open(self) -> Transport:
         """Open a transport that is closed after the test."""
