@@ -197,7 +197,7 @@ uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
     auto batch = std::make_shared<Batch>();
     batch->rows = buffers_.take();
     batch->rows_given = count;
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     require_open();
     const auto found = peers_.find(peer_id);
     if (found == peers_.end() || found->second->disconnected)
@@ -210,10 +210,14 @@ uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
     batch->peer = found->second;
     batch->read = next_id_++;
     ++peer.in_flight;
-    in_flight_[batch->read] = batch;
+    const uint64_t id = batch->read;
+    in_flight_[id] = batch;
     queue_.push_back(batch);
-    work_ready_.notify_one();
-    return batch->read;
+    const bool wake = idle_ > 0; // a thread that does not wait looks at the queue before it does
+    lock.unlock();               // else the thread that is woken waits for this one, which is then held to wake it again
+    if (wake)
+        work_ready_.notify_one();
+    return id;
 }
 
 void Core::cancel(PeerState *peer, const char *why) {

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvrdma.errors import KVRDMAError
 
 JSON = dict[str, Any]
 _ROOT = Path(__file__).parents[3]
+_SETTLE_S = 0.03
 _ANSWER_S = 120.0
 
 
@@ -122,8 +124,9 @@ class Pair:
             child.signal(number)
 
     def __enter__(self) -> Self:
-        """Begin a turn: let the processes run."""
+        """Begin a turn: let the processes run, and their threads go back to sleep: thawing is no part of a read."""
         self._signal(signal.SIGCONT)
+        time.sleep(_SETTLE_S)
         return self
 
     def __exit__(self, *exc: object) -> None:
