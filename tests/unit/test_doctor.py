@@ -163,3 +163,9 @@ def test_one_root_without_the_other_is_refused(tmp_path: Path) -> None:
     ended = CliRunner().invoke(main, ["doctor", "--json", "--sysfs", str(tmp_path)])
     assert ended.exit_code == 2
     assert json.loads(ended.stdout)["error"] == "UsageError"
+
+
+def test_soft_roce_is_found_without_a_pci_device(tmp_path: Path) -> None:
+    found = by_check(examine(build("soft-roce", tmp_path)))["rdma nics"]
+    assert "rxe0" in found.found, found
+    assert found.level != "red", found

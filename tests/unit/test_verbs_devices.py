@@ -44,6 +44,11 @@ def test_settings_choose_devices_order_and_gid(tmp_path: Path) -> None:
         find_ports(sys, {"KVRDMA_VERBS_GID_INDEX": "99"})
 
 
+def test_soft_roce_as_in_the_guest_of_the_lane(tmp_path: Path) -> None:
+    (port,) = find_ports(_tree("soft-roce", tmp_path), {})
+    assert (port.name, port.gid_index, port.host, port.gbps, port.numa_node) == ("rxe0:1", 1, "10.77.0.1", 10, -1)
+
+
 def test_a_host_without_rdma_says_so(tmp_path: Path) -> None:
     with pytest.raises(TransportUnavailableError, match="no RDMA device at all"):
         find_ports(_tree("vm", tmp_path), {})
