@@ -104,11 +104,14 @@ void Endpoint::send_hello() {
         throw_unless_ok(UCS_PTR_STATUS(sent), "ConnectError", name() + " cannot be greeted");
     if (sent)
         ++outstanding_;
+    else
+        greeted_ = true;
 }
 
 void Endpoint::on_hello_sent(void *request, ucs_status_t status, void *self) {
     Endpoint &endpoint = *static_cast<Endpoint *>(self);
     --endpoint.outstanding_;
+    endpoint.greeted_ = status == UCS_OK;
     if (status != UCS_OK)
         endpoint.fail({"ConnectError", with_status(endpoint.name() + " cannot be reached", status), status});
     ucp_request_free(request);
@@ -238,7 +241,7 @@ void Endpoint::close(Failure why, bool lost) {
         closed_ = true;
         return;
     }
-    if (!failing_ && !session_ && outstanding_ && shared_.context.aborts_half_open()) {
+    if (!failing_ && !greeted_ && shared_.context.aborts_half_open()) {
         parked_ = true;
         return;
     }

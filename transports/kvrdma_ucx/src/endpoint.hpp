@@ -193,6 +193,7 @@ class Endpoint {
     std::map<uint64_t, std::unique_ptr<Read>> reads_;
     std::deque<Read *> posting_, checking_, arrived_;
     bool failing_ = false, closing_ = false, closed_ = false, lost_ = false, parked_ = false;
+    bool greeted_ = false; // the greeting has left: the endpoint is wired up
     Failure failure_;
 };
 
