@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.metadata import Publication, StepMetadata
+from kvrdma.connector.metrics import Counts
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import LeaseError
 from kvrdma.lease import FenceTable, LeaseKey
@@ -32,7 +33,13 @@ class Exports:
     """Opens one lease per finished request, the same on every rank, and closes it when all ranks are done."""
 
     def __init__(
-        self, engine_id: str, shape: EngineShape, pp_size: int, groups: TransferGroups, options: ConnectorOptions
+        self,
+        engine_id: str,
+        shape: EngineShape,
+        pp_size: int,
+        groups: TransferGroups,
+        options: ConnectorOptions,
+        counts: Counts,
     ) -> None:
         self.generation = 0
         """Of the registration that the references belong to; grows with every one."""
@@ -42,11 +49,10 @@ class Exports:
         self._pp_size = pp_size
         self._groups = groups
         self._options = options
+        self._counts = counts
         self._slots = FenceTable(options.config.fence_slots)
         self._leases: dict[str, LeaseKey] = {}
         self._prepared: dict[str, LeaseKey] = {}
-        self.refused = 0
-        """Finished requests that found every lease taken."""
 
     def __len__(self) -> int:
         return len(self._leases) + len(self._prepared)
@@ -104,7 +110,7 @@ class Exports:
         try:
             lease = prepared or self._slots.allocate()
         except LeaseError as error:
-            self.refused += 1
+            self._counts.requests_not_offered += 1
             _log.warning("request %s is not offered: %s", request.request_id, error)
             return None
         self._leases[request.request_id] = lease

@@ -41,6 +41,10 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     _cache_hit_source = CacheHitSource.P2P
+    scheduler: SchedulerSide
+    """Only in the scheduler's connector."""
+    worker: WorkerSide
+    """Only in a worker's connector."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, **_: object
@@ -54,30 +58,18 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
         check_supported(vllm_config)
         transfer = vllm_config.kv_transfer_config
         options = ConnectorOptions.read(transfer.kv_connector_extra_config or {})
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self._group_ids = transfer_group_ids(kv_cache_config)
         self._begun: object = None
+        self._side: SchedulerSide | WorkerSide
         if role == KVConnectorRole.SCHEDULER:
             from kvrdma.connector.scheduler import SchedulerSide
 
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
+            self._side = self.scheduler = SchedulerSide(vllm_config, kv_cache_config, options)
         else:
             from kvrdma.connector.ranks import this_rank
             from kvrdma.connector.worker import WorkerSide
 
-            self._worker = WorkerSide(vllm_config, kv_cache_config, options, this_rank())
-
-    @property
-    def scheduler(self) -> SchedulerSide:
-        """The scheduler side."""
-        assert self._scheduler is not None, "this connector is a worker's"
-        return self._scheduler
-
-    @property
-    def worker(self) -> WorkerSide:
-        """The worker side."""
-        assert self._worker is not None, "this connector is the scheduler's"
-        return self._worker
+            self._side = self.worker = WorkerSide(vllm_config, kv_cache_config, options, this_rank())
 
     # What the class says of itself
 
@@ -110,7 +102,7 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:  # noqa: ARG002 - all of them, always
         """Name the groups that a load fills, so that nobody zeroes their blocks meanwhile."""
-        return transfer_group_ids(self._kv_cache_config)
+        return self._group_ids
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Count tokens to pull."""
@@ -173,16 +165,19 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: object) -> None:
         """Begin this step's transfers: blocks are reserved, and on a CPU the later hook comes after the forward."""
         super().bind_connector_metadata(connector_metadata)
-        self._begin()
+        if connector_metadata and connector_metadata is not self._begun:
+            self._begin()
+        else:
+            self._begun = connector_metadata
 
     def start_load_kv(self, *_: object, **__: object) -> None:
         """Begin this step's transfers, if binding has not."""
-        self._begin()
+        if self._connector_metadata is not self._begun:
+            self._begin()
 
     def _begin(self) -> None:
-        step = self._connector_metadata
-        if isinstance(step, StepMetadata) and step is not self._begun:
-            self._begun = step
+        step = self._begun = self._connector_metadata
+        if isinstance(step, StepMetadata):
             self.worker.begin(step)
 
     def clear_connector_metadata(self) -> None:
@@ -192,10 +187,7 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002 - told by the scheduler side
         """Report what has ended on this rank."""
-        results = self.worker.results()
-        return KVConnectorTransferResults(
-            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
-        )
+        return self.worker.results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Report in the form of older vLLM, where a failed load looks like any other."""
@@ -219,7 +211,7 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KvRdmaStats | None:
         """Give this side's observations."""
-        return self._worker.stats() if self._worker is not None else self.scheduler.stats()
+        return self._side.stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvRdmaStats:
@@ -243,7 +235,4 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         """Stop. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
-        if self._scheduler is not None:
-            self._scheduler.shutdown()
+        self._side.close()

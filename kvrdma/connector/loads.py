@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrdma.breaker import CircuitBreaker
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.metadata import Load, StepMetadata
+from kvrdma.connector.metrics import Counts
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import MessageError
 from kvrdma.plan import TokenRange
@@ -27,20 +28,6 @@ _MAX_BREAKERS = 1024
 _PROBE_WINDOW_S = 10.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the consumer's scheduler side counts, since the start."""
-
-    requests_without_params: int = 0
-    """On an engine that only consumes: it computes their prompts itself."""
-    requests_malformed: int = 0
-    """Params that cannot be read, or that belong to another prompt."""
-    requests_declined: int = 0
-    """Nothing to pull: the local cache had it, or the breaker of the producer was open."""
-    requests_loaded: int = 0
-    tokens_loaded: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +50,7 @@ class Loads:
         self,
         groups: TransferGroups,
         options: ConnectorOptions,
+        counts: Counts,
         *,
         backoff: int = 1,
         expects_params: bool = False,
@@ -73,11 +61,12 @@ class Loads:
         Args:
             groups: the KV groups that are exchanged.
             options: settings.
+            counts: where to count.
             backoff: last tokens of a prompt that are computed here in any case; the last one yields the logits.
             expects_params: whether every request should name a producer.
             clock: seconds, monotonic.
         """
-        self.counts = Counts()
+        self.counts = counts
         self._groups = groups
         self._options = options
         self._backoff = backoff
@@ -85,7 +74,7 @@ class Loads:
         self._clock = clock
         self._wishes: dict[str, _Wish] = {}
         self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
-        self._warned_s: dict[str, float] = {}
+        self._silent_until_s: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._wishes)
@@ -95,16 +84,31 @@ class Loads:
 
     def breakers_open(self) -> int:
         """Count the producers that are left alone now."""
-        return sum(breaker.is_open for breaker in self._breakers.values())
+        return sum(breaker.is_open for breaker in self._breakers.values()) if self._breakers else 0
 
     # The life of a request
 
     def arrived(self, request: Request, step: StepMetadata) -> None:
         """Note a new request, and keep its producer's lease alive while it waits."""
-        wish = self._read(request)
+        params = request.kv_transfer_params
+        if not params or not (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            self.names_no_producer(request)
+            return
+        wish = self._read(request, params)
         if wish is not None:
             self._wishes[request.request_id] = wish
             step.hold.append((request.request_id, wish.reference))
+
+    def names_no_producer(self, request: Request) -> None:
+        """Note a new request whose prompt is computed here."""
+        if self._expects_params:
+            self.counts.requests_without_params += 1
+            self._warn(
+                "without params",
+                "got request %s without kv_transfer_params of a producer: its prompt is "
+                "computed here; is there a proxy in front of this engine?",
+                request.request_id,
+            )
 
     def available(self, request: Request, num_computed_tokens: int) -> int:
         """Count the tokens to pull beyond those that are here; may be asked often."""
@@ -186,19 +190,8 @@ class Loads:
 
     # Reading params
 
-    def _read(self, request: Request) -> _Wish | None:
-        params = request.kv_transfer_params
-        turn_back = bool(params and params.get("do_remote_decode"))
-        if not params or not (params.get("do_remote_prefill") or turn_back):
-            self.counts.requests_without_params += self._expects_params
-            if self._expects_params:
-                self._warn(
-                    "without params",
-                    "got request %s without kv_transfer_params of a producer: its prompt is "
-                    "computed here; is there a proxy in front of this engine?",
-                    request.request_id,
-                )
-            return None
+    def _read(self, request: Request, params: Mapping[str, Any]) -> _Wish | None:
+        turn_back = bool(params.get("do_remote_decode"))
         if turn_back and not (self._options.bidirectional and params.get("kvrdma")):
             return None
         try:
@@ -227,8 +220,8 @@ class Loads:
     def _warn(self, kind: str, text: str, *values: Any) -> None:  # noqa: ANN401 - as for a logger
         """Warn at most once a minute of each kind."""
         now_s = self._clock()
-        if now_s - self._warned_s.get(kind, float("-inf")) >= _WARN_EVERY_S:
-            self._warned_s[kind] = now_s
+        if now_s >= self._silent_until_s.get(kind, now_s):
+            self._silent_until_s[kind] = now_s + _WARN_EVERY_S
             _log.warning(text, *values)
 
     def _breaker(self, reference: PullReference) -> CircuitBreaker:

@@ -16,6 +16,22 @@ MOST = frozenset({"oldest_lease_s"})
 """Gauges whose total is the highest of any rank, not the sum."""
 
 
+@dataclass(slots=True)
+class Counts:
+    """What the scheduler side counts, since the start."""
+
+    requests_without_params: int = 0
+    """On an engine that only consumes: it computes their prompts itself."""
+    requests_malformed: int = 0
+    """Params that cannot be read, or that belong to another prompt."""
+    requests_declined: int = 0
+    """Nothing to pull: the local cache had it, or the breaker of the producer was open."""
+    requests_loaded: int = 0
+    tokens_loaded: int = 0
+    requests_not_offered: int = 0
+    """Finished prefills that found every lease taken."""
+
+
 def joined(name: str, ranks: Mapping[str, int]) -> int:
     """Sum a gauge over ranks, or give the highest."""
     return max(ranks.values(), default=0) if name in MOST else sum(ranks.values())
@@ -36,17 +52,12 @@ class KvRdmaStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.data: dict[str, Any] = {
-            "series": {name: [] for name in SERIES},
-            "counts": {},
-            "failures": {},
-            "gauges": {},
-        }
+        self.data: dict[str, Any] = {"series": {}, "counts": {}, "failures": {}, "gauges": {}}
 
     def pulled(self, pull_s: float, read_s: float, nbytes: int, rows: int) -> None:
         """Record a pull of one rank that succeeded."""
         for name, value in zip(SERIES, (pull_s, read_s, nbytes, rows), strict=True):
-            self.data["series"][name].append(value)
+            self.data["series"].setdefault(name, []).append(value)
 
     def failed(self, peer: str, reason: str) -> None:
         """Record a pull of one rank that failed."""
@@ -68,8 +79,7 @@ class KvRdmaStats(KVConnectorStats):
 
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        kinds = ("counts", "failures", "gauges")
-        return not any(self.data["series"].values()) and not any(self.data[kind] for kind in kinds)
+        return not any(self.data.values())
 
     def aggregate(self, other: KVConnectorStats) -> KvRdmaStats:
         """Join another rank's, or a later interval's, observations into these."""
@@ -85,7 +95,7 @@ class KvRdmaStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Give the line that vLLM logs."""
         series = self.data["series"]
-        number = len(series["pull_s"])
+        number = len(series.get("pull_s", ()))
         line: dict[str, int | float] = {"pulls": number, "failed pulls": sum(self.data["failures"].values())}
         if number:
             seconds = sorted(series["pull_s"])

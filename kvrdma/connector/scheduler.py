@@ -14,9 +14,9 @@ from kvrdma.connector.directory import RankDirectory
 from kvrdma.connector.exports import Exports
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.identity import engine_shape, stages_in_host_memory
-from kvrdma.connector.loads import Counts, Loads
+from kvrdma.connector.loads import Loads
 from kvrdma.connector.metadata import LoadBlame, RankHandshake, StepMetadata
-from kvrdma.connector.metrics import KvRdmaStats
+from kvrdma.connector.metrics import Counts, KvRdmaStats
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
     from kvrdma.connector.options import ConnectorOptions
 
-_COUNTED = (*(each.name for each in fields(Counts)), "requests_not_offered")
-_counts = attrgetter(*_COUNTED[:-1])
+_COUNTED = tuple(each.name for each in fields(Counts))
+_values = attrgetter(*_COUNTED)
+_NOTHING = StepMetadata()
+"""Of the steps that bring no work, which are nearly all; never added to."""
 _log = logging.getLogger(__name__)
 
 
@@ -46,14 +48,20 @@ class SchedulerSide:
         self._options = options
         self._groups = TransferGroups(kv_cache_config, parallel.decode_context_parallel_size)
         self._backoff = max(1, int(getattr(vllm_config, "num_prefill_lookahead_tokens", 0) or 0) - 1)
+        self._counts = Counts()
         self._loads = Loads(
-            self._groups, options, backoff=self._backoff, expects_params=transfer.kv_role == "kv_consumer"
+            self._groups, options, self._counts, backoff=self._backoff, expects_params=transfer.kv_role == "kv_consumer"
         )
         shape = engine_shape(vllm_config)
-        self._exports = Exports(transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options)
+        self._exports = Exports(
+            transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options, self._counts
+        )
         self._with_blocks = stages_in_host_memory(vllm_config)
-        self._step = StepMetadata()
-        self._told = (0,) * len(_COUNTED)
+        self._step: StepMetadata | None = None
+        """Made when there is work for the ranks."""
+        self._news = False
+        """Whether anything may have been counted since the last look."""
+        self._told = _values(self._counts)
         self._breakers_open = 0
         self._directory = RankDirectory(transfer.engine_id)
         self._server: SideChannelServer | None = None
@@ -70,75 +78,95 @@ class SchedulerSide:
 
     def on_new_request(self, request: Request) -> None:
         """Note a request; on a producer, leave the consumer the position whose state or window it needs."""
-        self._loads.arrived(request, self._step)
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode") and (self._groups.has_state or self._groups.has_window):
+        if not params:
+            self._news = True
+            self._loads.names_no_producer(request)
+            return
+        self._loads.arrived(request, self._work())
+        if params.get("do_remote_decode") and (self._groups.has_state or self._groups.has_window):
             shorten_prompt(request, self._backoff)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Say how many tokens come from the producer, beside the step loop."""
+        if not request.kv_transfer_params:
+            return 0, False
+        self._news = True
         count = self._loads.available(request, num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Pull into the blocks just reserved, or decline."""
-        self._loads.allocated(request, blocks, num_external_tokens, self._step)
         params = request.kv_transfer_params
-        if params and params.get("do_remote_decode"):
-            self._exports.prepare(request, self._step)
+        if not params:
+            return
+        self._loads.allocated(request, blocks, num_external_tokens, self._work())
+        if params.get("do_remote_decode"):
+            self._exports.prepare(request, self._work())
 
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Offer a finished request's blocks to its consumer, if it has one to come."""
-        offered = self._offer(request, block_ids)
+        params = request.kv_transfer_params
+        if not params:
+            return False, None
+        offered = self._offer(request, params, block_ids)
         if offered is None:
-            self._exports.discard(request.request_id, self._step)
+            self._exports.discard(request.request_id, self._work())
         return offered is not None, offered
 
-    def _offer(self, request: Request, block_ids: Sequence[Sequence[int]]) -> dict[str, Any] | None:
+    def _offer(
+        self, request: Request, params: Mapping[str, Any], block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
         was_load = request.request_id in self._loads
-        over = self._loads.finished(request, self._step)
-        params = request.kv_transfer_params
-        if not params or not over:
+        if not self._loads.finished(request, self._work()):
             return None
         is_prefill = bool(params.get("do_remote_decode"))
         turn_back = not is_prefill and self._options.bidirectional and ("kvrdma" in params or was_load)
         if not is_prefill and not turn_back:
             return None
-        return self._exports.export(request, block_ids, self._step, turn_back=turn_back, with_blocks=self._with_blocks)
+        return self._exports.export(
+            request, block_ids, self._work(), turn_back=turn_back, with_blocks=self._with_blocks
+        )
 
     # Steps
 
     def build_connector_meta(self) -> StepMetadata:
         """Hand over what has gathered since the last step."""
-        if not self._step:
-            return self._step
-        step, self._step = self._step, StepMetadata()
-        return step
+        step, self._step = self._step, None
+        return step or _NOTHING
+
+    def _work(self) -> StepMetadata:
+        """Give what the next step's work is added to."""
+        self._news = True
+        if self._step is None:
+            self._step = StepMetadata()
+        return self._step
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Note what has ended on every rank."""
         meta = output.kv_connector_worker_meta
-        if isinstance(meta, LoadBlame):
+        if meta is not None and isinstance(meta, LoadBlame):  # the first is cheap: it is None in nearly every step
             self._loads.blame(meta.request_ids)
         if output.finished_recving:
+            self._news = True
             self._loads.ended(output.finished_recving, output.failed_recving or ())
         if output.finished_sending:
             self._exports.ended(output.finished_sending)
 
     def stats(self) -> KvRdmaStats | None:
         """Give what has changed since the last call."""
-        now = (*_counts(self._loads.counts), self._exports.refused)
-        breakers_open = self._loads.breakers_open()
-        if now == self._told and breakers_open == self._breakers_open:  # asked in every step
+        if not self._news and not self._breakers_open:  # asked in every step; an open breaker closes by itself
             return None
-        stats = KvRdmaStats()
-        for name, count, told in zip(_COUNTED, now, self._told, strict=True):
-            stats.count(name, count - told)
-        stats.gauge("breakers_open", "scheduler", breakers_open)
+        self._news = False
+        now, told, breakers_open = _values(self._counts), self._told, self._loads.breakers_open()
+        if now == told and breakers_open == self._breakers_open:
+            return None
         self._told, self._breakers_open = now, breakers_open
-        return stats
+        counts = {name: n - m for name, n, m in zip(_COUNTED, now, told, strict=True) if n != m}
+        gauges = {"breakers_open": {"scheduler": breakers_open}}
+        return KvRdmaStats({"series": {}, "counts": counts, "failures": {}, "gauges": gauges})
 
     # Life
 
@@ -160,7 +188,7 @@ class SchedulerSide:
         """Sizes of everything that is empty when no request is under way."""
         return {"loads": len(self._loads), "exports": len(self._exports), "step": int(bool(self._step))}
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         """Stop listening. Idempotent."""
         if self._server is not None:
             self._server.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvrdma.connector.identity import rank_identity, stages_in_host_memory
 from kvrdma.connector.layouts import Caches, exchanged_caches
@@ -40,15 +42,6 @@ _LOOK_AGAIN_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Results:
-    """Requests whose transfers have ended on this rank since the last step."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-
-
 class WorkerSide:
     """One per rank. Called from the worker's main thread only, and never waits."""
 
@@ -66,7 +59,7 @@ class WorkerSide:
         self._loading: dict[str, Load] = {}
         self._held_back: dict[str, KVRDMAError] = {}
         self._publishing: set[str] = set()
-        self._results = Results()
+        self._results = KVConnectorTransferResults()
         self._blamed: set[str] = set()
         self._stats = KvRdmaStats()
         self._told = dict.fromkeys((*_COUNTED, *GAUGES), 0)
@@ -115,11 +108,11 @@ class WorkerSide:
             self._engine.close()
             self._take(self._engine.poll())
             self._engine = None
-        self._results.sent |= self._publishing
+        self._results.finished_sending |= self._publishing
         self._publishing.clear()
         for request_id in self._loading:
-            self._results.received.add(request_id)
-            self._results.failed.add(request_id)
+            self._results.finished_recving.add(request_id)
+            self._results.failed_recving.add(request_id)
         self._loading.clear()
 
     def restore(self) -> None:
@@ -170,7 +163,7 @@ class WorkerSide:
         except KVRDMAError as error:
             _log.warning("request %s cannot be published: %s", publication.request_id, error)
             self.engine.discard(publication.lease)
-            self._results.sent.add(publication.request_id)
+            self._results.finished_sending.add(publication.request_id)
             return
         self._publishing.add(publication.request_id)
         if publication.lease_s is not None:
@@ -184,11 +177,11 @@ class WorkerSide:
         except KVRDMAError as error:
             self._load_failed(load.request_id, error)
 
-    def results(self) -> Results:
+    def results(self) -> KVConnectorTransferResults:
         """Say what has ended since the last call: each request once, whatever happens."""
         if self._engine is not None and self._engine.ended:
             self._take(self._engine.poll())
-        results, self._results = self._results, Results()
+        results, self._results = self._results, KVConnectorTransferResults()
         return results
 
     def _take(self, events: list[Event]) -> None:
@@ -198,7 +191,7 @@ class WorkerSide:
             if isinstance(event, Ended):
                 if request_id in self._publishing:
                     self._publishing.remove(request_id)
-                    self._results.sent.add(request_id)
+                    self._results.finished_sending.add(request_id)
             elif isinstance(event, PullDone):
                 self._stats.pulled(event.elapsed_s, event.read_s, event.nbytes, event.rows_posted)
                 self._loaded(request_id)
@@ -215,7 +208,7 @@ class WorkerSide:
             return
         if self._staging is not None:
             self._staging.to_device([group.ids for group in load.groups])
-        self._results.received.add(request_id)
+        self._results.finished_recving.add(request_id)
 
     def _load_failed(self, request_id: str, reason: KVRDMAError) -> None:
         load = self._loading.pop(request_id, None)
@@ -225,11 +218,12 @@ class WorkerSide:
         if isinstance(reason, PullAbortedError) and self._engine is not None:
             self._engine.decline(load.reference)  # aborted in the handshake, nobody has been told yet
         _log.warning("request %s could not be loaded from engine %s: %s", request_id, peer, reason)
+        self._news = True
         self._stats.failed(peer, type(reason).__name__)
         if isinstance(reason, _PEERS_FAULT) and not isinstance(reason, ReadCancelledError | IncompatibleError):
             self._blamed.add(request_id)
-        self._results.received.add(request_id)
-        self._results.failed.add(request_id)
+        self._results.finished_recving.add(request_id)
+        self._results.failed_recving.add(request_id)
 
     def blame(self) -> LoadBlame | None:
         """Name the requests that failed through their producer's fault, each once."""
@@ -241,8 +235,10 @@ class WorkerSide:
     def stats(self) -> KvRdmaStats | None:
         """Give what has been observed since the last call; None if nothing has."""
         now_s = time.monotonic()
-        if self._engine is not None and (self._news or now_s >= self._look_again_s):
-            self._news, self._look_again_s = False, now_s + _LOOK_AGAIN_S
+        if not self._news and now_s < self._look_again_s:
+            return None
+        self._news, self._look_again_s = False, now_s + _LOOK_AGAIN_S
+        if self._engine is not None:
             now = self._engine.stats()
             for name in _COUNTED:
                 self._stats.count(name, now[name] - self._told[name])

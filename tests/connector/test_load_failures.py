@@ -283,9 +283,9 @@ def test_a_quarantined_load_is_reported_when_its_blocks_are_safe(engines: Make) 
     worker = d.ranks[0].connector.worker
     worker._loading["d"] = Load("d", PullReference.from_params(prefill(p, "p", prompt_of(40))), ())
     worker._take([PullFailed("d", PullTimeoutError("too late"), 1, quarantined=True)])
-    assert worker.results().received == set()
+    assert worker.results().finished_recving == set()
     worker._take([PullReleased("d")])
     results = worker.results()
-    assert (results.received, results.failed) == ({"d"}, {"d"})
+    assert (results.finished_recving, results.failed_recving) == ({"d"}, {"d"})
     assert worker.blame().request_ids == {"d"}
     assert worker.blame() is None

@@ -124,3 +124,26 @@ def test_an_engine_reports_what_happened(engines: Make) -> None:
     assert total.data["counts"] == {"requests_loaded": 1, "tokens_loaded": 32, "publications_done": 1}
     assert total.data["gauges"] == {"leases": {"0/0": 0}, "breakers_open": {"scheduler": 0}}
     assert total.data["failures"] == {}
+
+
+def test_a_request_without_params_is_told_of_once_and_gives_the_ranks_nothing_to_do(engines: Make) -> None:
+    from tests.helpers.mini_engine import run
+
+    d = engines("d", "kv_consumer")
+    told: list[dict[str, Any]] = []
+    tell(d, told)
+    handed: list[Any] = []
+    schedule = d.scheduler.schedule
+
+    def keep() -> Any:  # noqa: ANN401
+        out = schedule()
+        handed.append(out.kv_connector_metadata)
+        return out
+
+    d.scheduler.schedule = keep
+    d.add("d", prompt_of(33), None, new=4)
+    run(d, until=lambda: "d" in d.finished)
+    assert [data["counts"] for data in told if data] == [{"requests_without_params": 1}]
+    assert len(handed) == 4
+    assert not any(handed)
+    assert len({id(each) for each in handed}) == 1  # none is made for a step that brings no work
