@@ -15,7 +15,7 @@ from kvrdma.engine import PullDone, PullFailed, PullReleased
 from kvrdma.testing import PeerProcess
 from tests.helpers import producer_process as at
 from tests.helpers.tagged import Model, Side, busy
-from tests.helpers.two_hosts import TwoHosts, enter
+from tests.helpers.two_hosts import Line, TwoHosts, enter
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("ucx"), pytest.mark.needs("tun")]
 MODEL = Model(layers=4, block=16, blocks=64)
@@ -59,7 +59,7 @@ def pull_all(state: SimpleNamespace, references: list[tuple[int, dict[str, Any]]
 
 def test_a_line_that_loses_and_delays_packets_and_then_all_of_them() -> None:
     seed = random.Random(3)
-    with TwoHosts(delay_s=0.003, loss=0.01) as line:
+    with TwoHosts(Line(delay_s=0.003, loss=0.01), offload=False) as line:
         processes = [PeerProcess({"UCX_NET_DEVICES": line.device}) for _ in range(2)]
         for process, host in zip(processes, line.hosts, strict=True):
             process.call(enter, host)

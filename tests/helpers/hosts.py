@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a veth pair, and commands run in them. Root only."""
+"""Two hosts on one machine: network namespaces joined by a cable, and commands run in them. Root only."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-class VethHosts:
+class Hosts:
     """``hosts`` are the namespaces, ``addresses`` what they are reached by, ``device`` is in each."""
 
-    def __init__(self, *, six: bool = False, mtus: tuple[int, int] = (1500, 1500)) -> None:
+    device = "kvwire"
+
+    def __init__(self, *, six: bool = False) -> None:
         number = next(_numbers)
-        self.device = "kvwire"
         self.hosts = [f"kvh{os.getpid()}n{number}{side}" for side in "ab"]
         self.addresses = [f"fd77::{n}" if six else f"10.78.0.{n}" for n in (1, 2)]
-        self.six, self.mtus = six, mtus
+        self.six = six
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -40,17 +41,7 @@ class VethHosts:
             for host in self.hosts:
                 ip("netns", "add", host)
                 stack.callback(ip, "netns", "del", host)
-            one, other = self.hosts
-            ends = ["netns", one, "type", "veth", "peer", "name", self.device, "netns", other]
-            ip("link", "add", self.device, *ends)
-            for host, address, mtu in zip(self.hosts, self.addresses, self.mtus, strict=True):
-                ip("-n", host, "link", "set", "lo", "up")
-                ip("-n", host, "link", "set", self.device, "mtu", str(mtu), "up")
-                # An address survives `link set down`, as it does on a cable that is pulled.
-                keep = f"echo 1 > /proc/sys/net/ipv6/conf/{self.device}/keep_addr_on_down"
-                ip("netns", "exec", host, "sh", "-c", keep)
-                nodad = ["nodad"] if self.six else []
-                ip("-n", host, "addr", "add", f"{address}/{64 if self.six else 24}", "dev", self.device, *nodad)
+            self._join(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -59,13 +50,43 @@ class VethHosts:
     ) -> None:
         self._stack.close()
 
-    def cable(self, state: str) -> None:
-        """Set the first host's end ``"up"`` or ``"down"``."""
-        ip("-n", self.hosts[0], "link", "set", self.device, state)
+    def _join(self, stack: ExitStack) -> None:
+        """Put ``device`` into both hosts and join the two."""
+        raise NotImplementedError
+
+    def _raise(self, side: int, mtu: int) -> None:
+        host, address = self.hosts[side], self.addresses[side]
+        ip("-n", host, "link", "set", "lo", "up")
+        ip("-n", host, "link", "set", self.device, "mtu", str(mtu), "up")
+        # An address survives `link set down`, as it does on a cable that is pulled.
+        keep = f"echo 1 > /proc/sys/net/ipv6/conf/{self.device}/keep_addr_on_down"
+        ip("netns", "exec", host, "sh", "-c", keep)
+        nodad = ["nodad"] if self.six else []
+        ip("-n", host, "addr", "add", f"{address}/{64 if self.six else 24}", "dev", self.device, *nodad)
 
     def endpoint(self, side: int, port: int) -> str:
         address = self.addresses[side]
         return f"[{address}]:{port}" if self.six else f"{address}:{port}"
+
+
+class VethHosts(Hosts):
+    """Joined by a veth pair: no delay and no loss, and as fast as the kernel."""
+
+    def __init__(self, *, six: bool = False, mtus: tuple[int, int] = (1500, 1500)) -> None:
+        super().__init__(six=six)
+        self.mtus = mtus
+
+    def _join(self, stack: ExitStack) -> None:
+        del stack  # the cable goes with the hosts
+        one, other = self.hosts
+        ends = ["netns", one, "type", "veth", "peer", "name", self.device, "netns", other]
+        ip("link", "add", self.device, *ends)
+        for side, mtu in enumerate(self.mtus):
+            self._raise(side, mtu)
+
+    def cable(self, state: str) -> None:
+        """Set the first host's end ``"up"`` or ``"down"``."""
+        ip("-n", self.hosts[0], "link", "set", self.device, state)
 
 
 def command(host: str, *words: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Two network namespaces joined by a line that delays and loses packets; root only.
+"""Two network namespaces joined by a line of a given rate that delays and loses frames; root only.
 
-``tc netem`` would do, but many kernels are built without it. So the line is a tap device on either side and a thread
-between them.
+``tc netem`` does that where the kernel has it; many are built without. Else the line is a tap device on either side and
+a thread between them, which also keeps the rate: a frame has to wait there anyway, and a kernel without netem need not
+have tbf.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ import struct
 import subprocess
 import threading
 import time
-from types import SimpleNamespace, TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import SimpleNamespace
 
-_TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
+from tests.helpers.hosts import Hosts, VethHosts, ip
+
+_TUNSETIFF, _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x400454CA, 0x0002, 0x1000, 0x4000
+_TUNSETOFFLOAD, _CSUM_TSO4_TSO6 = 0x400454D0, 0x7
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_SLAVE_REC = (1 << 19) | 16384
+_QUEUE_S = 0.05
+"""What a full queue delays a frame; what comes then is dropped, as by a switch."""
+_BURST = 64
 
 
 def enter(state: SimpleNamespace, namespace: str) -> None:
@@ -44,64 +53,121 @@ def enter(state: SimpleNamespace, namespace: str) -> None:
     os.close(fd)
 
 
-class TwoHosts:
-    """Names: ``hosts`` are the namespaces, ``addresses`` what they are reached by, ``device`` is in each."""
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a line between two hosts does to frames, in either direction."""
 
-    def __init__(self, delay_s: float, loss: float) -> None:
-        self.delay_s = delay_s
-        self.loss = loss
+    delay_s: float = 0.001
+    loss: float = 0.001
+    gbit_s: float = 10.0
+
+
+class Pace:
+    """When frames leave a line: one after another, each after the time that its bits take."""
+
+    def __init__(self, gbit_s: float) -> None:
+        self._byte_s = 8e-9 / gbit_s
+        self._free_s = 0.0
+
+    def leaves_s(self, came_s: float, nbytes: int) -> float | None:
+        """Give the time at which a frame has left; None if the queue in front of it is full, and it is dropped."""
+        begins_s = max(came_s, self._free_s)
+        if begins_s - came_s > _QUEUE_S:
+            return None
+        self._free_s = begins_s + nbytes * self._byte_s
+        return self._free_s
+
+
+class TwoHosts(Hosts):
+    """Joined by a thread that carries frames between a tap device on either side; ``loss`` may be changed meanwhile."""
+
+    def __init__(self, line: Line, *, six: bool = False, mtu: int = 1500, offload: bool = True) -> None:
+        """``offload``: what TCP sends at once comes as one frame of up to 64 KiB: faster, but fewer to lose."""
+        super().__init__(six=six)
+        self.line, self.loss, self.mtu, self.offload = line, line.loss, mtu, offload
         self.carried = self.lost = 0
-        self.device = "kvline"
-        self.hosts = [f"kv{os.getpid()}{side}" for side in "ab"]
-        self.addresses = ["10.77.0.1", "10.77.0.2"]
         self._ends: list[int] = []
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._carry, daemon=True)
 
-    def __enter__(self) -> Self:
-        for host, address in zip(self.hosts, self.addresses, strict=True):
-            _ip("netns", "add", host)
+    def _join(self, stack: ExitStack) -> None:
+        for side, host in enumerate(self.hosts):
             end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-            name = f"t{host}"[:15]
-            fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI))
+            stack.callback(os.close, end)
+            name = f"t{os.getpid()}{host[-3:]}"[:15]
+            fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR))
+            if self.offload:
+                fcntl.ioctl(end, _TUNSETOFFLOAD, _CSUM_TSO4_TSO6)
             self._ends.append(end)
-            _ip("link", "set", name, "netns", host, "name", self.device)
-            _ip("-n", host, "addr", "add", f"{address}/24", "dev", self.device)
-            for device in ("lo", self.device):
-                _ip("-n", host, "link", "set", device, "up")
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join(5)
-        for end in self._ends:
-            os.close(end)
-        for host in self.hosts:
-            _ip("netns", "del", host)
+            ip("link", "set", name, "txqueuelen", "10000", "netns", host, "name", self.device)
+            self._raise(side, self.mtu)
+        thread = threading.Thread(target=self._carry, daemon=True)
+        thread.start()
+        stack.callback(thread.join, 5)
+        stack.callback(self._stop.set)
 
     def _carry(self) -> None:
         rng, order = random.Random(1), itertools.count()
         waiting: list[tuple[float, int, int, bytes]] = []
+        ways = {end: (self._ends[1 - side], Pace(self.line.gbit_s)) for side, end in enumerate(self._ends)}
         poller = select.poll()
         for end in self._ends:
             poller.register(end, select.POLLIN)
         while not self._stop.is_set():
             wait_s = min(0.1, waiting[0][0] - time.monotonic()) if waiting else 0.1
             for fd, _ in poller.poll(max(0.0, wait_s) * 1e3):
-                packet = os.read(fd, 1 << 16)
-                if rng.random() < self.loss:
-                    self.lost += 1
-                    continue
-                to = self._ends[1 - self._ends.index(fd)]
-                heapq.heappush(waiting, (time.monotonic() + self.delay_s, next(order), to, packet))
+                to, pace = ways[fd]
+                for frame in _frames(fd):
+                    left_s = None if rng.random() < self.loss else pace.leaves_s(time.monotonic(), len(frame))
+                    if left_s is None:
+                        self.lost += 1
+                    else:
+                        heapq.heappush(waiting, (left_s + self.line.delay_s, next(order), to, frame))
             while waiting and waiting[0][0] <= time.monotonic():
-                _, _, to, packet = heapq.heappop(waiting)
+                _, _, to, frame = heapq.heappop(waiting)
                 self.carried += 1
-                os.write(to, packet)
+                os.write(to, frame)
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _frames(end: int) -> Iterator[bytes]:
+    """Read what has come, up to a burst."""
+    for _ in range(_BURST):
+        try:
+            yield os.read(end, 1 << 17)
+        except BlockingIOError:
+            return
+
+
+class NetemHosts(VethHosts):
+    """Joined by a veth pair with the kernel's own delay, loss and rate."""
+
+    def __init__(self, line: Line, *, six: bool = False, mtu: int = 1500) -> None:
+        super().__init__(six=six, mtus=(mtu, mtu))
+        self.line = line
+
+    def _join(self, stack: ExitStack) -> None:
+        super()._join(stack)
+        for host in self.hosts:
+            ip("netns", "exec", host, "tc", "qdisc", "add", "dev", self.device, *netem(self.line))
+
+
+def netem(line: Line) -> list[str]:
+    """Give the words of ``tc`` for a line; the queue holds what a full line delays, and more."""
+    limit = int(line.gbit_s * 1e9 / 8 / 1000 * (line.delay_s + _QUEUE_S)) + 1000
+    spoilt = ["delay", f"{line.delay_s * 1e6:.0f}us", "loss", f"{line.loss * 100:g}%"]
+    return ["root", "netem", *spoilt, "rate", f"{line.gbit_s * 1e3:.0f}mbit", "limit", str(limit)]
+
+
+def has_netem() -> bool:
+    """Whether this kernel has netem and ``tc`` is installed: tried on the loopback device of a namespace."""
+    name = f"kvnetem{os.getpid()}"
+    ip("netns", "add", name)
+    try:
+        words = ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", *netem(Line())]
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    finally:
+        ip("netns", "del", name)
+
+
+def joined_by(line: Line, *, six: bool = False, mtu: int = 1500) -> TwoHosts | NetemHosts:
+    """Two hosts joined by a line: of the kernel where it can, else of a thread of this process."""
+    return (NetemHosts if has_netem() else TwoHosts)(line, six=six, mtu=mtu)

@@ -20,8 +20,8 @@ from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
 from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma_ucx import UcxTransport
-from tests.helpers.hosts import Background, VethHosts, ip, kvrdma, serving
-from tests.helpers.two_hosts import TwoHosts, enter
+from tests.helpers.hosts import Background, Hosts, VethHosts, ip, kvrdma, serving
+from tests.helpers.two_hosts import Line, Pace, enter, joined_by
 
 pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("ucx"), pytest.mark.needs("netns")]
 SMALL = ("--nbytes", "256K", "--block", "4K,64K", "--iters", "3", "--pattern", "fragmented", "--json")
@@ -33,6 +33,13 @@ UCX_DEBIAN = next(iter((Path(__file__).parents[2] / ".deps/ucx-debian/usr/lib").
 def hosts(request: pytest.FixtureRequest) -> Iterator[VethHosts]:
     six = request.param == "IPv6"
     with VethHosts(six=six, mtus=(1500, 1500) if six else (1500, 9000)) as pair:
+        yield pair
+
+
+@pytest.fixture(scope="module", params=["IPv4", "IPv6"])
+def lossy(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """A line of 1 ms that loses a frame in a thousand, at 10 Gbit/s: of netem where the kernel has it."""
+    with joined_by(Line(delay_s=0.001, loss=0.001, gbit_s=10), six=request.param == "IPv6") as pair:
         yield pair
 
 
@@ -56,7 +63,7 @@ def test_a_link_test_and_doctor_between_two_hosts(hosts: VethHosts, tmp_path: Pa
         assert any(each["level"] == "green" and "kvwire" in each["found"] for each in network), found
 
 
-def launched(hosts: VethHosts, tmp_path: Path, *bench: str) -> list[Background]:
+def launched(hosts: Hosts, tmp_path: Path, *bench: str) -> list[Background]:
     """Four ranks on two hosts: by torchrun, or over IPv6 by its variables alone, as Slurm or MPI would."""
     python, master, port = sys.executable, hosts.addresses[0], "29500"
     sides = list(enumerate(zip(hosts.hosts, hosts.addresses, strict=True)))
@@ -79,25 +86,6 @@ def launched(hosts: VethHosts, tmp_path: Path, *bench: str) -> list[Background]:
         )
         for rank, local, host in ranks
     ]  # fmt: skip
-
-
-def test_requests_of_four_ranks(hosts: VethHosts, tmp_path: Path) -> None:
-    sizes = ["producer.tp=2", "consumer.tp=2", "consumer.block=32", "requests=8", "prompt.tokens=128",
-             'model={"layers":2,"kv_heads":4,"head_dim":32}', "failures.withdraw=0.2"]  # fmt: skip
-    saved = tmp_path / "report.json"
-    with ExitStack() as stack:
-        runs = launched(hosts, tmp_path, *(f"--set={each}" for each in sizes), "--save", str(saved))
-        for run in runs:
-            stack.enter_context(run)
-        codes = [run.end(100) for run in runs]
-        assert set(codes) == {0}, "\n".join(run.output() for run in runs)
-    report = json.loads(saved.read_text())
-    assert report["verified"]
-    assert (report["total"]["requests"], report["total"]["wrong_rows"]) == (8, 0)
-    assert report["total"]["requests_done"] >= 8 - report["total"]["fence_rejections"]
-    assert len(report["ranks"]) == 2
-    carried = [counts for name, counts in report["nics"].items() if "kvwire" in name]
-    assert sum(counts["received"] for counts in carried) > report["total"]["nbytes"] > 0, report["nics"]
 
 
 def test_a_cut_line_gives_errors_in_time_and_recovers(tmp_path: Path) -> None:
@@ -124,16 +112,60 @@ def test_a_cut_line_gives_errors_in_time_and_recovers(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("tun")
-def test_a_line_of_a_millisecond_that_loses_packets(tmp_path: Path) -> None:
-    with TwoHosts(delay_s=0.001, loss=0.001) as line:
+def test_a_link_test_and_doctor_over_a_line_that_loses_frames(lossy: Hosts, tmp_path: Path) -> None:
+    there, here = lossy.hosts
+    endpoint = lossy.endpoint(0, PORT)
+    with serving(there, lossy.device, endpoint, tmp_path / "serve.log"):
+        ended = kvrdma(here, lossy.device, "link-test", "connect", endpoint, *SMALL)
+        assert ended.returncode == 0, ended.stderr
+        report = json.loads(ended.stdout)
+        assert report["verified"]
+        assert report["cases"][0]["total_ms"]["best"] > 2.0, "there and back again"
+        examined = kvrdma(here, lossy.device, "doctor", "--json", "--peer", endpoint)
+        found = [each for each in json.loads(examined.stdout)["findings"] if "reads from there by" in each["found"]]
+        assert any(each["level"] == "green" and lossy.device in each["found"] for each in found), found
+
+
+@pytest.mark.needs("tun")
+def test_requests_of_four_ranks_over_a_line_that_loses_frames(lossy: Hosts, tmp_path: Path) -> None:
+    sizes = ["producer.tp=2", "consumer.tp=2", "consumer.block=32", "requests=8", "prompt.tokens=128",
+             'model={"layers":2,"kv_heads":4,"head_dim":32}', "failures.withdraw=0.2"]  # fmt: skip
+    saved = tmp_path / "report.json"
+    with ExitStack() as stack:
+        runs = launched(lossy, tmp_path, *(f"--set={each}" for each in sizes), "--save", str(saved))
+        for run in runs:
+            stack.enter_context(run)
+        codes = [run.end(100) for run in runs]
+        assert set(codes) == {0}, "\n".join(run.output() for run in runs)
+    report = json.loads(saved.read_text())
+    assert report["verified"]
+    assert (report["total"]["requests"], report["total"]["wrong_rows"]) == (8, 0)
+    assert report["total"]["requests_done"] >= 8 - report["total"]["fence_rejections"]
+    assert len(report["ranks"]) == 2
+    carried = [counts for name, counts in report["nics"].items() if lossy.device in name]
+    assert sum(counts["received"] for counts in carried) > report["total"]["nbytes"] > 0, report["nics"]
+    assert report["ranks"][0]["pull_ms"]["p50"] > 2.0
+
+
+@pytest.mark.needs("tun")
+def test_a_line_is_no_faster_than_its_rate(tmp_path: Path) -> None:
+    with joined_by(Line(delay_s=0, loss=0, gbit_s=0.02)) as line:
         there, here = line.hosts
-        endpoint = f"{line.addresses[0]}:{PORT}"
+        endpoint = line.endpoint(0, PORT)
         with serving(there, line.device, endpoint, tmp_path / "serve.log"):
             ended = kvrdma(here, line.device, "link-test", "connect", endpoint, *SMALL)
-            assert ended.returncode == 0, ended.stderr
-            report = json.loads(ended.stdout)
-            assert report["verified"]
-            assert report["cases"][0]["total_ms"]["best"] > 2.0, "there and back again"
+        assert ended.returncode == 0, ended.stderr
+        took_ms = [case["total_ms"]["best"] for case in json.loads(ended.stdout)["cases"]]
+        assert min(took_ms) > (256 << 10) * 8 / 0.02e9 * 1e3 * 0.9, "0.9: a queue may be empty when the clock starts"
+
+
+def test_frames_leave_a_line_one_after_another() -> None:
+    pace = Pace(gbit_s=8)  # a byte in a nanosecond
+    assert pace.leaves_s(1.0, 1_000_000) == pytest.approx(1.001)
+    assert pace.leaves_s(1.0, 1_000_000) == pytest.approx(1.002)
+    assert pace.leaves_s(2.0, 60_000_000) == pytest.approx(2.06), "an idle line saves nothing up"
+    assert pace.leaves_s(2.001, 1) is None, "the queue is full"
+    assert pace.leaves_s(2.02, 1_000_000) == pytest.approx(2.061)
 
 
 def _into_the_void(state: SimpleNamespace, address: bytes, keys: list[bytes], lost: str, device: str) -> dict[str, Any]:
