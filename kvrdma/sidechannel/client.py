@@ -6,7 +6,7 @@ import struct
 import time
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -22,11 +22,13 @@ from kvrdma.errors import (
 )
 from kvrdma.sidechannel.curve import key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
+from kvrdma.sidechannel.greeting import mechanism_of
 from kvrdma.wire import Failed, Message
 
 _REQUEST_ID = struct.Struct("<Q")
 _FAILURES_TO_BE_SURE = 3
 """Handshakes that end without a reason; one may be an accident of timing."""
+_GREETING_TIMEOUT_S = 1.0
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -126,7 +128,7 @@ class SideChannelClient:
                 if reply is not None:
                     return reply
             elif self._monitor in ready:
-                self._follow(recv_monitor_message(self._monitor))
+                self._follow(recv_monitor_message(self._monitor), deadline)
             elif state & zmq.POLLOUT:
                 sent = self._send(parts)
         raise UnreachableError(self._why_silent(timeout_s))
@@ -156,7 +158,7 @@ class SideChannelClient:
         except ProtocolVersionError as error:
             raise ProtocolVersionError(f"{self.endpoint}: {error}") from None
 
-    def _follow(self, event: Mapping[str, object]) -> None:
+    def _follow(self, event: Mapping[str, object], deadline: float) -> None:
         kind, value = event["event"], event["value"]
         if kind == zmq.EVENT_CONNECTED:
             self._connected = True
@@ -169,26 +171,32 @@ class SideChannelClient:
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             self._failures += 1
             if self._failures >= _FAILURES_TO_BE_SURE:
-                self._fail_unexplained()
+                self._fail_unexplained(deadline)
         elif kind == zmq.EVENT_DISCONNECTED and self._ready:
             raise UnreachableError(f"{self.endpoint} closed the control connection: its process has ended")
 
     def _fail_protocol(self, value: object) -> None:
         if value == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            ours, theirs = ("has", "has none") if self._secret else ("has none", "has one")
-            raise AuthenticationError(
-                f"KVRDMA_SECRET is set on one side only: this side {ours}, {self.endpoint} {theirs}"
-            )
+            self._fail_one_sided()
         if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             raise AuthenticationError(f"KVRDMA_SECRET differs from that of {self.endpoint}")
         raise UnreachableError(f"{self.endpoint} answers, but is no kvrdma control channel")
 
-    def _fail_unexplained(self) -> None:
-        if self._secret is not None:
-            raise AuthenticationError(
-                f"KVRDMA_SECRET differs from that of {self.endpoint} (or no kvrdma listens there)"
-            )
-        raise UnreachableError(f"{self.endpoint} closes every connection: no kvrdma listens there")
+    def _fail_one_sided(self) -> NoReturn:
+        ours, theirs = ("has", "has none") if self._secret else ("has none", "has one")
+        raise AuthenticationError(f"KVRDMA_SECRET is set on one side only: this side {ours}, {self.endpoint} {theirs}")
+
+    def _fail_unexplained(self, deadline: float) -> None:
+        """Say why handshakes end in silence, as far as the listener's own greeting tells."""
+        left_s = max(0.05, min(_GREETING_TIMEOUT_S, deadline - time.monotonic()))
+        theirs = mechanism_of(self.endpoint, left_s)
+        if theirs is None:
+            raise UnreachableError(f"{self.endpoint} closes every connection: no kvrdma listens there")
+        if theirs != ("CURVE" if self._secret else "NULL"):
+            self._fail_one_sided()
+        if self._secret:
+            raise AuthenticationError(f"KVRDMA_SECRET differs from that of {self.endpoint}")
+        raise UnreachableError(f"{self.endpoint} ends every handshake: another program speaks ZMQ there")
 
     def _why_silent(self, timeout_s: float) -> str:
         if self._ready:
