@@ -143,7 +143,7 @@ def test_a_preempted_request_is_computed_here(engines: Make) -> None:
 def test_a_preempted_prefill_keeps_its_one_lease(engines: Make) -> None:
     from tests.helpers.mini_engine import run, settle
 
-    p, d = engines("p", "kv_producer", shape(batched_tokens=48), fence_slots=1), engines("d", "kv_consumer")
+    p, d = engines("p", "kv_producer", shape(batched_tokens=48), fence_slots=2), engines("d", "kv_consumer")
     prompt = prompt_of(161)
     p.add("p", prompt, PREFILL)
     for _ in range(2):
@@ -158,6 +158,7 @@ def test_a_preempted_prefill_keeps_its_one_lease(engines: Make) -> None:
     assert d.wrong_positions("d", 0, 161) == []
     settle(p, d)
     assert publications(p) == (1, 0)
+    assert all(prefill(p, name, prompt)["do_remote_prefill"] for name in ("both", "are free"))
 
 
 @pytest.mark.parametrize("first", ["with tokens", "without"])
