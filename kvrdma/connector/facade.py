@@ -14,7 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrdma.connector.groups import transfer_group_ids
 from kvrdma.connector.identity import check_supported
-from kvrdma.connector.metadata import StepMetadata
+from kvrdma.connector.metadata import NO_WORK, StepMetadata
 from kvrdma.connector.options import ConnectorOptions
 
 if TYPE_CHECKING:
@@ -116,11 +116,15 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: object) -> StepMetadata:  # noqa: ARG002 - nothing of it matters
         """Hand work to the workers."""
-        return self.scheduler.build_connector_meta()
+        side = self.scheduler
+        step, side.step = side.step, None
+        return step or NO_WORK
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Hear what has ended."""
-        self.scheduler.update_connector_output(connector_output)
+        ended = connector_output.finished_recving or connector_output.finished_sending
+        if ended or connector_output.kv_connector_worker_meta is not None:  # not so in nearly every step
+            self.scheduler.update_connector_output(connector_output)
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...], **_: object

@@ -70,6 +70,10 @@ class StepMetadata(KVConnectorMetadata):
         return bool(begun or self.discard or self.decline or self.abort)
 
 
+NO_WORK = StepMetadata()
+"""Of the steps that bring no work, which are nearly all; never added to."""
+
+
 @dataclass(slots=True)
 class RankHandshake(KVConnectorHandshakeMetadata):
     """One rank's description, on its way to the scheduler that answers for all ranks."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _COUNTED = tuple(each.name for each in fields(Counts))
 _values = attrgetter(*_COUNTED)
-_NOTHING = StepMetadata()
-"""Of the steps that bring no work, which are nearly all; never added to."""
 _log = logging.getLogger(__name__)
 
 
@@ -57,8 +55,8 @@ class SchedulerSide:
             transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options, self._counts
         )
         self._with_blocks = stages_in_host_memory(vllm_config)
-        self._step: StepMetadata | None = None
-        """Made when there is work for the ranks."""
+        self.step: StepMetadata | None = None
+        """Work for the ranks that has gathered since the last step, if any; whoever takes it sets None."""
         self._news = False
         """Whether anything may have been counted since the last look."""
         self._told = _values(self._counts)
@@ -132,22 +130,17 @@ class SchedulerSide:
 
     # Steps
 
-    def build_connector_meta(self) -> StepMetadata:
-        """Hand over what has gathered since the last step."""
-        step, self._step = self._step, None
-        return step or _NOTHING
-
     def _work(self) -> StepMetadata:
         """Give what the next step's work is added to."""
         self._news = True
-        if self._step is None:
-            self._step = StepMetadata()
-        return self._step
+        if self.step is None:
+            self.step = StepMetadata()
+        return self.step
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Note what has ended on every rank."""
         meta = output.kv_connector_worker_meta
-        if meta is not None and isinstance(meta, LoadBlame):  # the first is cheap: it is None in nearly every step
+        if isinstance(meta, LoadBlame):
             self._loads.blame(meta.request_ids)
         if output.finished_recving:
             self._news = True
@@ -186,7 +179,7 @@ class SchedulerSide:
     @property
     def idle(self) -> dict[str, int]:
         """Sizes of everything that is empty when no request is under way."""
-        return {"loads": len(self._loads), "exports": len(self._exports), "step": int(bool(self._step))}
+        return {"loads": len(self._loads), "exports": len(self._exports), "step": int(bool(self.step))}
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

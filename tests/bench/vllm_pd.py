@@ -30,7 +30,7 @@ _MODEL = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 8
 _LAYER_BYTES = 8 * 2 * 64 * 4
 """Of one token."""
 _HANDED = {**PREFILL, "remote_host": None, "remote_port": None}
-_UNUSED_REQUESTS = 12
+_UNUSED_REQUESTS = 40
 _IDLE_S = 60.0
 
 
