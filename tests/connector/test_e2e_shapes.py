@@ -9,6 +9,7 @@ import pytest
 
 from tests.connector.test_e2e_pd import LENGTHS, engine, nothing_left, same, transfer
 from tests.helpers.pd import prompt_of
+from tests.helpers.vllm_engine import EngineProcess
 
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,10 +25,8 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
-    theirs, ours = SHAPES[name]
-    p, d = engine(tiny_llama, "kv_producer", **theirs), engine(tiny_llama, "kv_consumer", **ours)
+def check(p: EngineProcess, d: EngineProcess) -> None:
+    """Every length through both, which are closed."""
     try:
         p.wait_ready(), d.wait_ready()
         for length in LENGTHS:
@@ -38,6 +37,12 @@ def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
     finally:
         d.close()
         p.close()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
+    theirs, ours = SHAPES[name]
+    check(engine(tiny_llama, "kv_producer", **theirs), engine(tiny_llama, "kv_consumer", **ours))
 
 
 def beside_another(role: str, folder: Path) -> dict[str, Any]:
@@ -53,18 +58,9 @@ def beside_another(role: str, folder: Path) -> dict[str, Any]:
 
 
 def test_beside_another_connector(tiny_llama: str, tmp_path: Path) -> None:
-    made = [
-        engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
-        for role in ("kv_producer", "kv_consumer")
-    ]
-    p, d = made
-    try:
-        p.wait_ready(), d.wait_ready()
-        for length in LENGTHS:
-            prompt = prompt_of(length)
-            same(transfer(p, d, str(length), prompt), p.generate(f"alone{length}", prompt))
-        assert d.call("seen")["external_tokens"] == sum(LENGTHS) - len(LENGTHS)
-        nothing_left(p, d)
-    finally:
-        d.close()
-        p.close()
+    check(
+        *[
+            engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
+            for role in ("kv_producer", "kv_consumer")
+        ]
+    )
