@@ -51,6 +51,7 @@ Context::Context() {
     const std::string known = printed(
         [&](FILE *out) { ucp_config_print(config, out, nullptr, UCS_CONFIG_PRINT_CONFIG); });
     refuses_emulation_ = known.find("PROTO_EMULATION_ENABLE=") != std::string::npos;
+    bulk_lanes_read_ = refuses_emulation_ || known.find("PROTO_ENABLE=y") != std::string::npos;
     for (const Setting &setting : kDefaults)
         if (!user_set(setting.name)) // a version that does not know a setting says so; that is no reason to stop
             (void)ucp_config_modify(config, setting.name, setting.value);

@@ -54,19 +54,22 @@ void Endpoint::create() {
 }
 
 // Lines like "#  lane[0]:  2:tcp/lo.0 md[1]  -> md[1]/tcp/sysdev[255] am keepalive": 1.13 can say it in no other way.
+// From 1.16 on GET takes the lanes of bulk reads (rma_bw), old ones tell its lanes by lines like "#  get[0]: 0..(inf)".
 void Endpoint::examine_lanes() {
-    std::istringstream lines(printed([&](FILE *out) { ucp_ep_print_info(ep_, out); }));
+    const std::string told = printed([&](FILE *out) { ucp_ep_print_info(ep_, out); });
+    std::istringstream lines(told);
     for (std::string line; std::getline(lines, line);) {
         const size_t lane = line.find("lane["), arrow = line.find("->");
         char transport[64], device[64];
+        int number = 0;
         if (lane == std::string::npos || arrow == std::string::npos ||
-            std::sscanf(line.c_str() + lane, "lane[%*d]: %*d:%63[^/]/%63s", transport, device) != 2)
+            std::sscanf(line.c_str() + lane, "lane[%d]: %*d:%63[^/]/%63s", &number, transport, device) != 3)
             continue;
         const std::string full = device, via = std::string(transport) + "/" + full.substr(0, full.rfind('.'));
         lanes_ += (lanes_.empty() ? "" : " ") + via;
-        // In old versions a lane of bulk reads (rma_bw) serves rendezvous only, never GET.
-        const bool reads = line.find(" rma#", arrow) != std::string::npos ||
-                           (shared_.context.refuses_emulation() && line.find(" rma_bw#", arrow) != std::string::npos);
+        const bool reads = shared_.context.bulk_lanes_read()
+                               ? line.find(" rma_bw#", arrow) != std::string::npos
+                               : told.find(" get[" + std::to_string(number) + "]:") != std::string::npos;
         if (reads && is_one_sided(transport))
             one_sided_lanes_ += (one_sided_lanes_.empty() ? "" : " ") + via;
     }
