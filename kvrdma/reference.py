@@ -113,7 +113,7 @@ class PullReference(msgspec.Struct, frozen=True):
         """
         try:
             read = msgspec.convert(dict(params), _Params)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a character
             raise MessageError(f"kv_transfer_params: {error}; was it made by another connector?") from None
         first = read.kvrdma.first_blocks or (0,) * len(read.remote_block_ids)
         if len(first) != len(read.remote_block_ids):
