@@ -88,7 +88,13 @@ ibv_port_attr Device::query_port() const {
     return attr;
 }
 
-bool Device::active() const { return query_port().state == IBV_PORT_ACTIVE; }
+bool Device::active() const noexcept {
+    try {
+        return query_port().state == IBV_PORT_ACTIVE;
+    } catch (const StatusError &) {
+        return false; // a NIC that was taken away answers nothing any more
+    }
+}
 
 ibv_mr *Device::register_host(void *addr, size_t nbytes) const {
     ibv_mr *mr = library().reg_mr(pd_, addr, nbytes, kAccess);

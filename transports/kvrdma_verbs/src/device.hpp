@@ -42,7 +42,7 @@ class Device {
     uint8_t port() const noexcept { return choice_.port; }
     int gid_index() const noexcept { return choice_.gid_index; }
     const PortAddress &address() const noexcept { return address_; }
-    bool active() const; // asks the port
+    bool active() const noexcept; // asks the port
     uint32_t max_sge() const noexcept { return max_sge_; }
     uint32_t max_requests() const noexcept { return max_requests_; }
     uint8_t max_reads_out() const noexcept { return max_reads_out_; }

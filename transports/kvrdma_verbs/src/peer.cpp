@@ -309,7 +309,12 @@ void Peer::end(Failure why, bool lost) {
     if (connecting_)
         std::exchange(connecting_, nullptr)->end(why);
     if (lost && connected)
-        shared_.done.push({"PeerLostError", 0, contact_->id, 0, 0, 0, why.message, why.code});
+        lost_ = std::move(why);
+}
+
+void Peer::report_lost() {
+    if (lost_)
+        shared_.done.push({"PeerLostError", 0, contact_->id, 0, 0, 0, lost_.message, lost_.code});
 }
 
 } // namespace kvrdma::verbs

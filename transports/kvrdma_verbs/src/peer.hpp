@@ -131,6 +131,7 @@ class Peer {
     int64_t deadline_ns() const noexcept { return renewing_ ? renew_by_ns_ : 0; }
     void check_time();
     void end(Failure why, bool lost); // every read ends with it, nothing is written afterwards
+    void report_lost(); // last: once every read that callers had posted before has been reported
 
   private:
     void make_queues();
@@ -160,6 +161,7 @@ class Peer {
     std::deque<Read *> posting_, waiting_; // with something to post; waiting for scratch memory
     std::vector<char> inbox_;
     bool renewing_ = false, must_renew_ = false, gone_ = false;
+    Failure lost_; // what PeerLost will say
     int64_t renew_by_ns_ = 0;
     uint32_t next_serial_ = 1;
 };

@@ -30,6 +30,7 @@ class QueuePair {
 
     QueueEnd end(uint16_t their_device) const;
     ibv_qp *get() const noexcept { return qp_; }
+    const Device &device() const noexcept { return device_; }
 
   private:
     void modify(ibv_qp_attr &attr, int mask, const char *state);

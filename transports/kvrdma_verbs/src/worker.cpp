@@ -81,6 +81,7 @@ void Worker::run() {
     epoll_event events[kEvents];
     while (!stopping_) {
         take_commands();
+        retire();
         bool more = false;
         for (auto &[id, peer] : peers_)
             more |= peer->post();
@@ -99,6 +100,8 @@ void Worker::run() {
 // How long to sleep: not at all while there are commands or the user wants the thread to spin, else until something
 // has to be looked after.
 int Worker::wait_ms() {
+    if (std::any_of(peers_.begin(), peers_.end(), [](const auto &each) { return each.second->gone(); }))
+        return 0; // to be retired
     const int64_t spin_ns = int64_t{shared_.options.busy_poll_us} * 1000;
     if (spin_ns && now_ns() - active_ns_ < spin_ns)
         return 0;
@@ -174,7 +177,6 @@ void Worker::execute(DisconnectCommand &command) {
     if (const auto found = peers_.find(command.peer); found != peers_.end()) {
         found->second->end({"ReadCancelledError",
                             "peer " + std::to_string(command.peer) + " was disconnected before the read ended", 0}, false);
-        peers_.erase(found);
     }
 }
 
@@ -193,6 +195,8 @@ void Worker::on_channel(const Device &device) {
         if (const auto found = peers_.find(reinterpret_cast<uint64_t>(context)); found != peers_.end())
             found->second->collect();
     }
+    if (errno != EAGAIN && errno != EINTR)
+        lose(device, std::string("that it is gone: ") + std::strerror(errno));
 }
 
 void Worker::on_async(const Device &device) {
@@ -201,11 +205,26 @@ void Worker::on_async(const Device &device) {
         const ibv_event_type type = event.event_type;
         const std::string what = library().event_type_str(type);
         library().ack_async_event(&event);
-        if (type == IBV_EVENT_PORT_ERR || type == IBV_EVENT_DEVICE_FATAL || type == IBV_EVENT_GID_CHANGE)
+        if (type == IBV_EVENT_DEVICE_FATAL)
+            lose(device, what);
+        else if (type == IBV_EVENT_PORT_ERR || (type == IBV_EVENT_GID_CHANGE && !device.active()))
             for (auto &[id, peer] : peers_)
-                if (type != IBV_EVENT_GID_CHANGE || !device.active())
-                    peer->on_port_down(device, what);
+                peer->on_port_down(device, what);
     }
+    if (errno != EAGAIN && errno != EINTR)
+        lose(device, std::string("that it is gone: ") + std::strerror(errno));
+}
+
+// The NIC was taken away. Its descriptors would wake the thread for ever, and nobody reads us by it any more.
+void Worker::lose(const Device &device, const std::string &why) {
+    (void)epoll_ctl(poll_.get(), EPOLL_CTL_DEL, device.channel()->fd, nullptr);
+    (void)epoll_ctl(poll_.get(), EPOLL_CTL_DEL, device.context()->async_fd, nullptr);
+    for (auto &[id, peer] : peers_)
+        peer->on_port_down(device, why);
+    std::erase_if(visitors_, [&](const auto &each) {
+        const auto &pairs = each.second.pairs;
+        return std::any_of(pairs.begin(), pairs.end(), [&](const auto &pair) { return &pair->device() == &device; });
+    });
 }
 
 void Worker::accept_visitors() {
@@ -299,8 +318,16 @@ Verdict Worker::make_pairs(Visitor &visitor, const Hello &hello, const std::vect
     return Verdict::kOk;
 }
 
+// After the commands: nothing more can be posted to a peer that is gone, and what had been has ended.
+void Worker::retire() {
+    std::erase_if(peers_, [](const auto &each) {
+        if (each.second->gone())
+            each.second->report_lost();
+        return each.second->gone();
+    });
+}
+
 void Worker::tidy() {
-    std::erase_if(peers_, [](const auto &each) { return each.second->gone(); });
     const int64_t now = now_ns();
     if (now - tidy_ns_ < kTidyNs)
         return;

@@ -60,11 +60,13 @@ class Worker {
     void execute(StopCommand &command);
     void on_channel(const Device &device);
     void on_async(const Device &device);
+    void lose(const Device &device, const std::string &why);
     void accept_visitors();
     void on_visitor(uint64_t id);
     bool greet(Visitor &visitor);
     Verdict make_pairs(Visitor &visitor, const Hello &hello, const std::vector<QueueEnd> &theirs,
                        std::vector<QueueEnd> &ours);
+    void retire();
     void tidy();
 
     Shared shared_;
