@@ -38,8 +38,8 @@ def decoder(model: str, policy: str) -> EngineProcess:
     return engine(model, "kv_consumer", transfer={"kv_load_failure_policy": policy, "kv_connector_extra_config": EXTRA})
 
 
-def producer(model: str, port: int = 0) -> EngineProcess:
-    extra: dict[str, Any] = {"bind": f"127.0.0.1:{port}"} if port else {}
+def producer(model: str, port: int = 0, **extra: Any) -> EngineProcess:  # noqa: ANN401
+    extra |= {"bind": f"127.0.0.1:{port}"} if port else {}
     return engine(model, "kv_producer", transfer={"engine_id": "prefill", "kv_connector_extra_config": extra})
 
 
@@ -94,3 +94,27 @@ def test_a_producer_killed_while_it_is_read(tiny_llama: str, decoders: Decoders)
     same(again, alone)
     assert [each.call("stats")["pulls_failed"] for each in decoders] == [number + 1 for number in before]
     nothing_left(*decoders)
+
+
+def test_a_producer_that_froze(tiny_llama: str, decoders: Decoders) -> None:
+    """It is stopped between prefill and read: no error ever comes. When it goes on, it serves as before."""
+    prompt = prompt_of(300, seed=6)
+    frozen = producer(tiny_llama, lease_s=5).wait_ready()
+    try:
+        alone = frozen.generate("alone", prompt)
+        handed = [frozen.generate(f"p{number}", prompt, PREFILL, max_tokens=1).params for number in range(2)]
+        frozen.freeze()
+        failed = decoders.fail.generate("frozen", prompt, handed[0])
+        assert (failed.finish_reason, failed.tokens) == ("error", ())
+        again = decoders.recompute.generate("frozen", prompt, handed[1])
+        same(again, alone)
+        assert max(failed.elapsed_s, again.elapsed_s) < EXTRA["pull_timeout_s"] + 5
+        nothing_left(*decoders)
+        frozen.thaw()
+        for each in decoders:
+            before = each.call("seen")["external_tokens"]
+            same(transfer(frozen, each, "thawed", prompt), alone)
+            assert each.call("seen")["external_tokens"] == before + 299
+        nothing_left(frozen, *decoders)
+    finally:
+        frozen.close()
