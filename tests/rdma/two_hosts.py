@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
 
 from kvrdma.errors import ConnectError, PeerLostError, TransportError
@@ -20,7 +21,8 @@ from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import ReadFailed, open_transport
 
 HOST, LINK_PORT, MEETING_PORT = "10.77.1.1", 7000, 7001
-WAIT_S, LOST_S = 240.0, 20.0
+WAIT_S, LOST_S, CUT_S = 240.0, 20.0, 12.0
+CUT = b"c"
 
 
 def serve() -> int:
@@ -38,7 +40,10 @@ def serve() -> int:
             blob, keys = at.exports(state)
             other.sendall(json.dumps([blob.hex(), [key.hex() for key in keys]]).encode() + b"\n")
             other.settimeout(WAIT_S)
-            other.recv(1)  # until it is done; the cut is shorter than any timeout of TCP
+            while other.recv(1) == CUT:  # until it is done; the cut is shorter than any timeout of TCP
+                subprocess.run(["ip", "link", "set", os.environ["NETDEV"], "down"], check=True)
+                time.sleep(CUT_S)
+                subprocess.run(["ip", "link", "set", os.environ["NETDEV"], "up"], check=True)
     server.terminate()
     server.wait(20)
     state.transport.close()
@@ -69,29 +74,44 @@ def test_link() -> None:
     assert report["one_sided"], report
 
 
-def cut_and_connect_again(blob: bytes, keys: list[bytes]) -> None:
+@contextmanager
+def cut_here() -> Iterator[None]:
+    """Take down the device of this side: its port says so."""
+    subprocess.run(["ip", "link", "set", os.environ["NETDEV"], "down"], check=True)
+    yield
+    subprocess.run(["ip", "link", "set", os.environ["NETDEV"], "up"], check=True)
+
+
+@contextmanager
+def cut_there(other: socket.socket) -> Iterator[None]:
+    """Have the other side take down its device for a while: here everything looks sound, but nobody answers."""
+    other.sendall(CUT)
+    time.sleep(2.0)
+    yield
+
+
+def cut_and_connect_again(blob: bytes, keys: list[bytes], cut: AbstractContextManager[None]) -> None:
     """A cut ends the read with a lost peer, in bounded time; afterwards everything works again."""
-    device = os.environ["NETDEV"]
     reader = Reader.open(open_transport("verbs"), PAGE)
     peer = reader.transport.connect(blob, keys)
     rows = reader.rows([(0, 0, 0, PAGE)])
     done(reader.read(peer, rows))
-    subprocess.run(["ip", "link", "set", device, "down"], check=True)
-    began_s = time.monotonic()
-    try:
-        ended = reader.finish(reader.transport.read(peer, rows), LOST_S)
-        assert isinstance(ended, ReadFailed), ended
-        why: TransportError = ended.reason
-    except PeerLostError as error:
-        why = error
-    print(f"after {time.monotonic() - began_s:.2f} s: {why}", flush=True)
-    subprocess.run(["ip", "link", "set", device, "up"], check=True)
+    with cut:
+        began_s = time.monotonic()
+        try:
+            ended = reader.finish(reader.transport.read(peer, rows), LOST_S)
+            assert isinstance(ended, ReadFailed), ended
+            why: TransportError = ended.reason
+        except PeerLostError as error:
+            why = error
+        assert isinstance(why, PeerLostError), why
+        print(f"after {time.monotonic() - began_s:.2f} s: {why}", flush=True)
     again, began_s = None, time.monotonic()
     while again is None and time.monotonic() - began_s < 60:
         with suppress(ConnectError):
             again = reader.transport.connect(blob, keys)
     assert again is not None, "no connection after the link has come back"
-    print(f"connected again {time.monotonic() - began_s:.2f} s after the link has come back", flush=True)
+    print(f"connected again {time.monotonic() - began_s:.2f} s later", flush=True)
     reader.buffer[:] = at.POISON
     done(reader.read(again, rows))
     reader.check(rows, [at.pattern(1, PAGE)])
@@ -105,7 +125,8 @@ def main() -> int:
     with _connect(MEETING_PORT) as other:
         blob, keys = json.loads(other.makefile().readline())
         test_link()
-        cut_and_connect_again(bytes.fromhex(blob), [bytes.fromhex(key) for key in keys])
+        for cut in (cut_here(), cut_there(other)):
+            cut_and_connect_again(bytes.fromhex(blob), [bytes.fromhex(key) for key in keys], cut)
         other.sendall(b".")
     return 0
 
