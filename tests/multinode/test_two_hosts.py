@@ -26,6 +26,7 @@ from tests.helpers.two_hosts import Line, Pace, enter, joined_by
 pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("ucx"), pytest.mark.needs("netns")]
 SMALL = ("--nbytes", "256K", "--block", "4K,64K", "--iters", "3", "--pattern", "fragmented", "--json")
 PORT = 7471
+BENCH = str(Path(__file__).parents[2] / "scripts/bench-two-node")
 UCX_DEBIAN = next(iter((Path(__file__).parents[2] / ".deps/ucx-debian/usr/lib").glob("*-linux-gnu")), Path("/"))
 
 
@@ -64,21 +65,15 @@ def test_a_link_test_and_doctor_between_two_hosts(hosts: VethHosts, tmp_path: Pa
 
 
 def launched(hosts: Hosts, tmp_path: Path, *bench: str) -> list[Background]:
-    """Four ranks on two hosts: by torchrun, or over IPv6 by its variables alone, as Slurm or MPI would."""
+    """Four ranks on two hosts: by the script, or over IPv6 by torchrun's variables alone, as Slurm or MPI would."""
     python, master, port = sys.executable, hosts.addresses[0], "29500"
-    sides = list(enumerate(zip(hosts.hosts, hosts.addresses, strict=True)))
     if not hosts.six:
-        nodes = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", master, "--master-port", port]
-        run = [python, "-m", "torch.distributed.run", *nodes]
         return [
-            Background(
-                host, hosts.device, *run, "--node-rank", str(side), "--local-addr", address, "-m", "kvrdma.bench",
-                *bench,
-                log=tmp_path / f"{side}.log",
-            )
-            for side, (host, address) in sides
+            Background(host, hosts.device, BENCH, str(side), hosts.endpoint(0, 29500), "2", *bench,
+                       log=tmp_path / f"{side}.log")
+            for side, host in enumerate(hosts.hosts)
         ]  # fmt: skip
-    ranks = [(2 * side + local, local, host) for side, (host, _) in sides for local in range(2)]
+    ranks = [(2 * side + local, local, host) for side, host in enumerate(hosts.hosts) for local in range(2)]
     return [
         Background(
             host, hosts.device, "env", f"RANK={rank}", f"LOCAL_RANK={local}", "WORLD_SIZE=4", f"MASTER_ADDR={master}",
