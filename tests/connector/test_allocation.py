@@ -183,3 +183,62 @@ def test_the_first_call_decides(engines: Make, first: str) -> None:
         d.scheduler.requests["d"] = request  # as after an abort in mid-load: kept until its end is reported
     settle(p, d, timeout_s=5)
     assert d.ranks[0].reported == ({"d"} if first == "with tokens" else set())
+
+
+class Cache:
+    """Another connector, which has the first tokens of every prompt at once and keeps nothing."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ARG002
+        return max(0, self._tokens - num_computed_tokens), False
+
+    def request_finished_all_groups(self, *_: object) -> tuple[bool, None]:
+        return False, None
+
+    def take_events(self) -> tuple[()]:
+        return ()
+
+    def has_pending_push_work(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("cached", "loads"), [(64, 0), (0, 1)])
+def test_behind_another_connector(engines: Make, cached: int, loads: int) -> None:
+    """vLLM's own MultiConnector: the first that has tokens loads; the other is given the same blocks and 0 tokens."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from tests.helpers.mini_engine import run, settle
+
+    class Multi(MultiConnector):  # type: ignore[misc] # vLLM is not type-checked with us
+        """Of connectors that are there already; the ranks have only ours."""
+
+        def __init__(self, ours: Any) -> None:  # noqa: ANN401
+            self.scheduler = ours.scheduler
+            self._connectors = [Cache(cached), ours]
+            self._requests_to_connector: dict[str, int] = {}
+            self._extra_async_saves: dict[str, int] = {}
+            self._kv_cache_config = ours._kv_cache_config
+            self._all_support_hma = True
+
+        def build_connector_meta(self, scheduler_output: Any) -> Any:  # noqa: ANN401
+            return super().build_connector_meta(scheduler_output).metadata[1]
+
+        def get_kv_connector_stats(self) -> None:
+            return None
+
+    p, d = engines("p", "kv_producer"), engines("d", "kv_consumer")
+    d.scheduler.connector = Multi(d.scheduler.connector)
+    prompt = prompt_of(100)
+    d.add("d", prompt, prefill(p, "p", prompt), new=4)
+    run(p, d, until=lambda: d.status("d") == "RUNNING")
+    assert d.cached["d"] == (0, cached or 99)
+    assert d.wrong_positions("d", cached, 100) == []
+    settle(p, d, timeout_s=5)
+    assert publications(p) == (1, 0)
+    assert (counts(d)["requests_loaded"], counts(d)["requests_declined"]) == (loads, 1 - loads)
+    assert d.ranks[0].reported == ({"d"} if loads else set())
