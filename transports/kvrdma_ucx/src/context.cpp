@@ -51,11 +51,11 @@ Context::Context() {
     const std::string known = printed(
         [&](FILE *out) { ucp_config_print(config, out, nullptr, UCS_CONFIG_PRINT_CONFIG); });
     refuses_emulation_ = known.find("PROTO_EMULATION_ENABLE=") != std::string::npos;
-    bulk_lanes_read_ = refuses_emulation_ || known.find("PROTO_ENABLE=y") != std::string::npos;
+    aborts_half_open_ = !refuses_emulation_;
     for (const Setting &setting : kDefaults)
         if (!user_set(setting.name)) // a version that does not know a setting says so; that is no reason to stop
             (void)ucp_config_modify(config, setting.name, setting.value);
-    if (aborts_half_open()) { // old ones know the settings of their transports without the transport's name
+    if (aborts_half_open_) { // old ones know the settings of their transports without the transport's name
         for (const Setting &setting : {Setting{"TCP_CONN_NB", "y"}, {"TCP_TX_SEG_SIZE", "64k"}, {"TCP_RX_SEG_SIZE", "128k"}})
             if (!user_set(setting.name))
                 (void)ucp_config_modify(config, setting.name + std::strlen("TCP_"), setting.value);
@@ -63,6 +63,9 @@ Context::Context() {
     if (refuses_emulation_) // whatever the user set: messages.hpp says why
         throw_unless_ok(ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n"), "TransportUnavailableError",
                         "UCX refuses UCX_PROTO_EMULATION_ENABLE=n");
+    else if (known.find("PROTO_ENABLE=y") != std::string::npos && known.find("PROTOS=") != std::string::npos)
+        // 1.18 has no such setting, but can do without the protocol that emulates GET.
+        refuses_emulation_ = ucp_config_modify(config, "PROTOS", "^get/am/bcopy") == UCS_OK;
 
     ucp_params_t params = {};
     params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED;

@@ -30,12 +30,10 @@ class Context {
     const std::vector<std::string> &resources() const noexcept { return resources_; }
     // Whether UCX can be told to cancel a GET it would have to emulate (1.13 cannot); else the lanes must tell.
     bool refuses_emulation() const noexcept { return refuses_emulation_; }
-    // Whether GET may take the lanes of bulk reads, as from 1.16 on; before, those served rendezvous only.
-    bool bulk_lanes_read() const noexcept { return bulk_lanes_read_; }
 
     // Whether UCX aborts the process when a connection is given up that is not wired up ("got REQ message" in
     // ucp_request.c, seen with 1.13 over UD): such an endpoint is left alone for ever, and so are its worker and this.
-    bool aborts_half_open() const noexcept { return !refuses_emulation_; }
+    bool aborts_half_open() const noexcept { return aborts_half_open_; }
     void leave_open() noexcept { left_open_ = true; }
 
     ucp_mem_h map(void *addr, size_t nbytes, ucs_memory_type_t type) const;
@@ -47,7 +45,7 @@ class Context {
 
     ucp_context_h handle_ = nullptr;
     uint64_t memory_types_ = 0;
-    bool refuses_emulation_ = false, bulk_lanes_read_ = false, left_open_ = false;
+    bool refuses_emulation_ = false, aborts_half_open_ = true, left_open_ = false;
     std::vector<std::string> resources_;
 };
 

@@ -54,7 +54,8 @@ void Endpoint::create() {
 }
 
 // Lines like "#  lane[0]:  2:tcp/lo.0 md[1]  -> md[1]/tcp/sysdev[255] am keepalive": 1.13 can say it in no other way.
-// From 1.16 on GET takes the lanes of bulk reads (rma_bw), old ones tell its lanes by lines like "#  get[0]: 0..(inf)".
+// A GET may take the lanes of bulk reads (rma_bw) where UCX can be told not to emulate it, and a probe proves it: they
+// alone prove nothing, for 1.18 emulates GET over RC, too. Of 1.13, lines like "#  get[0]: 0..(inf)" tell its lanes.
 void Endpoint::examine_lanes() {
     const std::string told = printed([&](FILE *out) { ucp_ep_print_info(ep_, out); });
     std::istringstream lines(told);
@@ -67,7 +68,7 @@ void Endpoint::examine_lanes() {
             continue;
         const std::string full = device, via = std::string(transport) + "/" + full.substr(0, full.rfind('.'));
         lanes_ += (lanes_.empty() ? "" : " ") + via;
-        const bool reads = shared_.context.bulk_lanes_read()
+        const bool reads = shared_.context.refuses_emulation()
                                ? line.find(" rma_bw#", arrow) != std::string::npos
                                : told.find(" get[" + std::to_string(number) + "]:") != std::string::npos;
         if (reads && is_one_sided(transport))
