@@ -139,7 +139,9 @@ void Peer::on_readable() {
         const ssize_t got = ::recv(socket_.get(), bytes, sizeof bytes, MSG_DONTWAIT);
         if (got < 0 && (errno == EAGAIN || errno == EINTR))
             break;
-        if (got <= 0)
+        if (got < 0)
+            return end({"PeerLostError", name() + " is gone, host or line: " + std::strerror(errno), errno}, true);
+        if (got == 0)
             return end({"PeerLostError", name() + " is gone: it has closed its transport or its process has ended", 0}, true);
         inbox_.insert(inbox_.end(), bytes, bytes + got);
         if (!renewing_ || inbox_.size() > wanted)

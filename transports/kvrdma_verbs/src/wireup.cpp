@@ -54,6 +54,7 @@ Fd connect_one(const addrinfo &where, int64_t deadline_ns, int stop) {
     }
     const int one = 1;
     (void)::setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    keep_alive(fd.get());
     return fd;
 }
 
@@ -75,6 +76,15 @@ Fd &Fd::operator=(Fd &&other) noexcept {
 }
 
 int Fd::release() noexcept { return std::exchange(fd_, -1); }
+
+void keep_alive(int fd) noexcept {
+    constexpr int kOn = 1, kIdleS = 4, kBetweenS = 2, kProbes = 4, kUnansweredMs = 12'000;
+    (void)::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &kOn, sizeof kOn);
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &kIdleS, sizeof kIdleS);
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &kBetweenS, sizeof kBetweenS);
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof kProbes);
+    (void)::setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &kUnansweredMs, sizeof kUnansweredMs);
+}
 
 Fd listen_everywhere(uint16_t &port) {
     Fd fd(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

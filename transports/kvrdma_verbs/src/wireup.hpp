@@ -60,6 +60,10 @@ class Fd {
 // A socket that listens on every address of this host, non-blocking; throws TransportUnavailableError.
 Fd listen_everywhere(uint16_t &port);
 
+// Lets the kernel ask whether the other host is still there: 12 s without an answer, and the connection ends. A stopped
+// process answers, by its kernel; a host without power or behind a cut does not, and no NIC tells an idle peer.
+void keep_alive(int fd) noexcept;
+
 // Connects to the first of `hosts` that answers, until `deadline_ns` or until `stop` is readable.
 Fd connect_to(const std::vector<std::string> &hosts, uint16_t port, int64_t deadline_ns, int stop);
 

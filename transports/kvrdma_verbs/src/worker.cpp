@@ -234,6 +234,7 @@ void Worker::accept_visitors() {
             return;
         if (visitors_.size() >= kMaxVisitors)
             continue; // hangs up
+        keep_alive(socket.get());
         const uint64_t id = next_visitor_++;
         watch(socket.get(), Source::kVisitor, id);
         visitors_[id] = {std::move(socket), {}, {}, now_ns(), false};
