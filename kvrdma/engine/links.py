@@ -31,13 +31,15 @@ from kvrdma.wire import DescribeRanks, Message, RankDescription, RanksDescribed
 
 Ask: TypeAlias = Callable[[Endpoint, Message], Message]
 """Sends a control message and waits for its answer; raises ``KVRDMAError``."""
+_REFUSED_S = 0.25
+"""A producer that listens no more after it has made a reference does not come back as the same."""
 
 
 def asking(config: Config) -> Ask:
     """Ask over the side channel, with the settings' secret and time limit."""
 
     def ask(endpoint: Endpoint, message: Message) -> Message:
-        with SideChannelClient(endpoint, config.secret) as client:
+        with SideChannelClient(endpoint, config.secret, refused_s=_REFUSED_S) as client:
             return client.request(message, config.control_timeout_s)
 
     return ask

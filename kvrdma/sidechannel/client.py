@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Mapping
@@ -36,23 +37,27 @@ _EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
 )
 
 
 class SideChannelClient:
     """Sends messages to one server and waits for each answer; for one thread."""
 
-    def __init__(self, endpoint: Endpoint, secret: str | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, secret: str | None = None, *, refused_s: float = math.inf) -> None:
         """Start to connect; whether anybody is there shows in the first ``request``.
 
         Args:
             endpoint: of the server.
             secret: the server's, if it has one.
+            refused_s: how long a request goes on where nobody listens (connections are refused, or the host is known
+                to be out of reach), within its time; all of it by default, for a server that is about to start.
 
         Raises:
             UnreachableError: the host name is unknown.
         """
         self.endpoint = endpoint
+        self._refused_s = refused_s
         self._secret = secret
         self._url = endpoint.url()
         self._context = zmq.Context()
@@ -119,6 +124,7 @@ class SideChannelClient:
     def _exchange(self, parts: list[bytes], timeout_s: float) -> Message:
         """Send as soon as there is a connection; all of it within the time."""
         deadline = time.monotonic() + timeout_s
+        self._refused_at_s = math.inf
         sent = False
         while (left_s := deadline - time.monotonic()) > 0:
             ready = self._wait(left_s, zmq.POLLIN if sent else zmq.POLLIN | zmq.POLLOUT)
@@ -162,6 +168,14 @@ class SideChannelClient:
         kind, value = event["event"], event["value"]
         if kind == zmq.EVENT_CONNECTED:
             self._connected = True
+        elif kind == zmq.EVENT_CONNECT_RETRIED and not self._connected:
+            now_s = time.monotonic()
+            self._refused_at_s = min(self._refused_at_s, now_s)
+            if now_s - self._refused_at_s >= self._refused_s:
+                raise UnreachableError(
+                    f"nobody listens at {self.endpoint} (refused for {now_s - self._refused_at_s:.1f} s): its process "
+                    "has ended, or check host, port and firewall"
+                )
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._ready = True
         elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -22,6 +22,8 @@ from kvrdma.wire import Message
 
 _PROBE_WINDOW_S = 5.0
 _MAX_STORES = 1024
+_REFUSED_S = 0.25
+"""How long a store that nobody listens for is asked: a miss costs less than waiting for it to be started."""
 _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=Message)
@@ -73,7 +75,7 @@ class StoreClient:
     def _connection(self) -> SideChannelClient:
         if self._client is None:
             allowed(self.endpoint, self._config.allow_peers)
-            self._client = SideChannelClient(self.endpoint, self._config.secret)
+            self._client = SideChannelClient(self.endpoint, self._config.secret, refused_s=_REFUSED_S)
         return self._client
 
     def close(self) -> None:

@@ -227,6 +227,27 @@ def test_nobody_there() -> None:
         assert "link-test" not in str(caught.value)  # an engine asks here as well
 
 
+def test_nobody_there_is_given_up_early_by_who_does_not_wait_for_a_start() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", reserved.getsockname()[1])
+        with SideChannelClient(endpoint, refused_s=0.1) as client:
+            for _ in range(2):
+                with pytest.raises(UnreachableError, match=rf"nobody listens at {endpoint} \(refused for 0\.\d s\)"):
+                    client.request(wire.FillPool(1, 7), 3600)
+
+
+def test_a_server_that_starts_late_is_waited_for() -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", reserved.getsockname()[1])
+    with SideChannelClient(endpoint, refused_s=60) as client:
+        with pytest.raises(UnreachableError, match=r"tried for 0\.3 s"):
+            client.request(wire.FillPool(1, 7), 0.3)
+        with serving(bind=endpoint):
+            assert client.request(wire.FillPool(1, 7), 30) == wire.PoolFilled(7)
+
+
 def test_an_unknown_host() -> None:
     with pytest.raises(UnreachableError, match=r"'no\.such\.host\.invalid' cannot be looked up"):
         SideChannelClient(Endpoint("no.such.host.invalid", 1))
