@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from kvrdma.bench.engine import EIGHTH, LLAMA_8B, BareReader, Shape, open_engine
+from kvrdma.bench.reading import best_transport
 from kvrdma.config import Config
-from kvrdma.engine.opening import open_transports
 from kvrdma.plan import TokenRange
 from kvrdma.reference import spans_of
 from kvrdma.store import Prompt, StorePort, Stores, StoreServer
@@ -291,16 +291,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--readers", type=int, default=8)
     options = parser.parse_args(argv)
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
-    for result in results(options, options.transport or _default_transport()):
+    for result in results(options, options.transport or best_transport()):
         sys.stdout.write(json.dumps({"bench": "agent", **result, **machine}) + "\n")
         sys.stdout.flush()
-
-
-def _default_transport() -> str:
-    opened, _ = open_transports(Config())
-    for transport in opened:
-        transport.close()
-    return opened[0].name
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvrdma.bench.reading import best_transport
 from kvrdma.config import Config
 from kvrdma.engine import Engine, Event, PullDone
 from kvrdma.engine.links import Home, asking, connect_engine
@@ -309,20 +310,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--consumers", type=int, default=64)
     options = parser.parse_args(argv)
-    name = options.transport or _default_transport()
+    name = options.transport or best_transport()
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
     for result in results(name, EIGHTH if options.eighth else LLAMA_8B, options.repeats, options.consumers):
         sys.stdout.write(json.dumps({"bench": "engine", **result, **machine}) + "\n")
         sys.stdout.flush()
-
-
-def _default_transport() -> str:
-    from kvrdma.engine.opening import open_transports
-
-    opened, _ = open_transports(Config())
-    for transport in opened:
-        transport.close()
-    return opened[0].name
 
 
 if __name__ == "__main__":

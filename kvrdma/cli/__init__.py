@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 
 from kvrdma import __version__
+from kvrdma.cli.exits import whole_process
 
 _COMMANDS = {
     "report": ("kvrdma.cli.report", "report"),
@@ -21,6 +23,14 @@ _COMMANDS = {
 
 class _LazyGroup(click.Group):
     """A group that imports a command's module only when that command is used."""
+
+    def make_context(self, *args: Any, **extra: Any) -> click.Context:  # noqa: ANN401 - as click declares it
+        with whole_process():
+            return super().make_context(*args, **extra)
+
+    def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401
+        with whole_process():
+            return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*_COMMANDS, *super().list_commands(ctx)})

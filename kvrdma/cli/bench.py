@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from kvrdma.bench.cluster.exchange import from_launcher, node_rank
@@ -17,7 +16,8 @@ from kvrdma.bench.cluster.rank import START_S, address_towards
 from kvrdma.bench.cluster.run import Seat, failure_of, run_rank
 from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
 from kvrdma.bench.cluster.simulate import Links, simulate
-from kvrdma.cli.exits import JsonCommand, run
+from kvrdma.cli.exits import JsonCommand, check_place, run, save_json, whole_process
+from kvrdma.cli.terminal import Terminal
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError, KVRDMAError
 
@@ -87,9 +87,9 @@ def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
     def work() -> KVRDMAError | None:
         scenario = read_scenario(scenario_file, changes)
         if simulated:
+            check_place("--save", save)
             report = simulate(scenario, engines, Links(latency_us * 1e-6, gb_per_s * 1e9, row_ns * 1e-9))
-            show(report, save, as_json=as_json)
-            return None
+            return show(report, save, as_json=as_json)
         return _run(scenario, save, as_json=as_json)
 
     run("bench", work, as_json=as_json)
@@ -98,13 +98,15 @@ def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
 def _run(scenario: Scenario, save: Path | None, *, as_json: bool) -> KVRDMAError | None:
     exchange, number, world = from_launcher(os.environ, START_S)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if number == 0:
+        check_place("--save", save)
     local = address_towards(host, port)
     seat = Seat(number, world, node_rank(), None if local.startswith("127.") or local == "::1" else local)
     report = run_rank(scenario, seat, exchange, Config.from_env(), lambda text: click.echo(text, err=True))
     if report is None:
         return None
-    show(report, save, as_json=as_json)
-    return failure_of(report)
+    unsaved = show(report, save, as_json=as_json)
+    return failure_of(report) or unsaved
 
 
 def read_scenario(path: Path | None, changes: tuple[str, ...]) -> Scenario:
@@ -133,17 +135,17 @@ def read_scenario(path: Path | None, changes: tuple[str, ...]) -> Scenario:
     return make_scenario(values, str(path or "of --set"))
 
 
-def show(report: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
-    """Print a report, and save it."""
-    if save is not None:
-        try:
-            save.write_text(json.dumps(report) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--save {save}: {error}") from error
+def show(report: dict[str, Any], save: Path | None, *, as_json: bool) -> ConfigError | None:
+    """Print a report, and save it; gives what was wrong with that."""
     if as_json:
         click.echo(json.dumps({key: value for key, value in report.items() if key != "samples"}))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    else:
+        _print(report)
+    return save_json("--save", save, report)
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
     if report["kind"] == "simulate":
         for key, value in report["result"].items():
             console.print(f"{key.replace('_', ' ')}: {value}")
@@ -151,7 +153,7 @@ def show(report: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
     _print_run(console, report)
 
 
-def _print_run(console: Console, report: dict[str, Any]) -> None:
+def _print_run(console: Terminal, report: dict[str, Any]) -> None:
     total = report["total"]
     console.print(
         f"{total['requests_done']} of {total['requests']} requests, {total['tokens']} tokens, "
@@ -178,4 +180,5 @@ def _print_run(console: Console, report: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run as ``python -m kvrdma.bench``."""
-    bench(prog_name="kvrdma bench")
+    with whole_process():
+        bench(prog_name="kvrdma bench")

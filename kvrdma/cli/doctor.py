@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.markup import escape
 
 from kvrdma import __version__
 from kvrdma.cli.exits import JsonCommand, run
+from kvrdma.cli.terminal import Terminal
 from kvrdma.config import Config
 from kvrdma.doctor.checks import examine
 from kvrdma.doctor.peer import examine_peer
@@ -78,7 +78,7 @@ def show(findings: Sequence[Finding], *, as_json: bool) -> None:
         report = {"kvrdma": __version__, "healthy": healthy, "findings": [asdict(each) for each in findings]}
         click.echo(json.dumps(report))
         return
-    console = Console(soft_wrap=True, highlight=False)
+    console = Terminal(soft_wrap=True, highlight=False)
     for each in findings:
         console.print(f"{_MARKS[each.level]} [bold]{escape(each.check)}[/]: {escape(each.found)}")
         if each.why:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import click
 
 from kvrdma import __version__, errors
-from kvrdma.errors import KVRDMAError
+from kvrdma.errors import ConfigError, KVRDMAError
 
 EXIT_CODES: tuple[tuple[type[KVRDMAError], int], ...] = (
     (errors.ConfigError, 2),
@@ -28,6 +31,9 @@ EXIT_CODES: tuple[tuple[type[KVRDMAError], int], ...] = (
 """Exit code of an error: that of the first class it belongs to."""
 
 INTERRUPTED = 130
+OUTPUT_LOST, NOBODY_READS = 74, 141
+"""The output could not be written (as sysexits.h has it); its reader has gone (as a shell reports SIGPIPE)."""
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 def exit_code(error: KVRDMAError) -> int:
@@ -40,12 +46,65 @@ def text_of(error: KVRDMAError) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
+@contextmanager
+def whole_process() -> Iterator[None]:
+    """Enclose a command: what happens to stdout, and Ctrl-C at any point, become an exit code."""
+    if sys.stdout is None:  # closed by who started this: take its number, before a socket gets it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - to the end of the process
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _give_up_stdout()
+        sys.exit(NOBODY_READS)
+    except KeyboardInterrupt:
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.errno not in _NO_SPACE:
+            raise
+        _give_up_stdout()
+        click.echo(f"kvrdma: the output cannot be written: {error.strerror}", err=True)
+        sys.exit(OUTPUT_LOST)
+
+
+def _give_up_stdout() -> None:
+    """Let what is still buffered go nowhere, or the interpreter complains of it at its end."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_place(option: str, path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold.
+
+    Raises:
+        ConfigError: there is no such folder, or no right to write there.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no right to write there")
+
+
+def save_json(option: str, path: Path | None, report: Mapping[str, Any]) -> ConfigError | None:
+    """Write a report, where that was asked for; gives what went wrong: the report has been printed by then."""
+    if path is None:
+        return None
+    try:
+        path.write_text(json.dumps(report) + "\n")
+    except OSError as error:
+        return ConfigError(f"{option} {path}: {error}")
+    return None
+
+
 def run(command: str, work: Callable[[], KVRDMAError | None], *, as_json: bool, code: int | None = None) -> None:
     """Do the work of a command; turn errors into a message and an exit code.
 
     Args:
         command: name in front of the message.
-        work: returns the error of a test that failed after its own JSON object was printed.
+        work: returns the error of a test, or of saving it, that failed after its own JSON object was printed.
         as_json: whether an error that is raised is printed as JSON too.
         code: exit code of every error, where it does not depend on the class.
     """

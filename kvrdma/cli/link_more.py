@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from kvrdma.bench.link_more import (
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.report import LinkReport
 from kvrdma.bench.spawned_peer import Control
+from kvrdma.cli.exits import check_place
 from kvrdma.errors import ConfigError, DataError
 from kvrdma.transport import open_transport
 
@@ -40,7 +40,7 @@ class Duration(click.ParamType[float]):
         if isinstance(value, float):
             return value
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(value).strip().lower())
-        if not match:
+        if not match or not float(match[1]):
             self.fail(f"{value!r} is not a time such as 30s, 10m or 2h", param, ctx)
         return float(match[1]) * _UNITS_S[match[2]]
 
@@ -92,8 +92,9 @@ def read_more(values: Mapping[str, Any], given: set[str]) -> More:
     """Turn parsed options into what is asked for.
 
     Raises:
-        ConfigError: an option has no effect without another one.
+        ConfigError: an option has no effect without another one; nothing can be saved where it says.
     """
+    check_place("--save", values["save"])
     if "rate" in given and values["soak_s"] is None:
         raise ConfigError("--rate only with --soak")
     if "depth" in given and values["latency_nbytes"] is None:
@@ -173,22 +174,13 @@ def wrong_of(report: LinkReport) -> list[str]:
     return wrong + (list(report.soak.wrong) if report.soak else [])
 
 
-def finish(report: LinkReport, found: dict[str, Any], save: Path | None) -> tuple[LinkReport, DataError | None]:
-    """Add what was found to the report, and save it.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+def finish(report: LinkReport, found: dict[str, Any]) -> tuple[LinkReport, DataError | None]:
+    """Add what was found to the report, and judge it."""
     import msgspec
 
     whole = msgspec.structs.replace(report, **found)
     wrong = wrong_of(whole)
     whole = msgspec.structs.replace(whole, verified=whole.verified and not wrong)
-    if save is not None:
-        try:
-            save.write_text(json.dumps({"kind": "link", **whole.to_builtins()}) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--save {save}: {error}") from error
     return whole, DataError("\n".join(wrong)) if wrong else None
 
 

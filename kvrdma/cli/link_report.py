@@ -13,6 +13,7 @@ from rich.table import Table
 from kvrdma.bench.link import LinkResult
 from kvrdma.bench.patterns import Case
 from kvrdma.bench.report import CaseReport
+from kvrdma.cli.terminal import Terminal
 
 _PLAIN_WIDTH = 120
 _MIN_WIDTH = 80
@@ -58,7 +59,7 @@ def _label(case: Case) -> str:
 
 def print_result(result: LinkResult, request: str) -> None:
     """Print the table and what it means."""
-    console = Console(width=max(_MIN_WIDTH, Console().width) if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = Terminal(width=max(_MIN_WIDTH, Terminal().width) if sys.stdout.isatty() else _PLAIN_WIDTH)
     report = result.report
     kind = "one-sided" if report.one_sided else "emulated by the peer's CPU"
     console.print(

@@ -15,12 +15,12 @@ from kvrdma.bench.link import Link, LinkResult, measure
 from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.bench.room import check_room
 from kvrdma.bench.spawned_peer import Control, EstablishedControl, LocalControl, SpawnedPeer
-from kvrdma.cli.exits import JsonCommand, JsonGroup, run
+from kvrdma.cli.exits import JsonCommand, JsonGroup, run, save_json
 from kvrdma.cli.link_more import Peers, finish, measure_more, print_more, with_room
 from kvrdma.cli.link_options import Test, read_options, test_options
 from kvrdma.cli.link_report import print_result, progress_of
 from kvrdma.config import Config
-from kvrdma.errors import DataError, UnreachableError
+from kvrdma.errors import DataError, KVRDMAError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
 from kvrdma.transport import Device, installed_transports
 from kvrdma.wire import CloseLink
@@ -45,7 +45,9 @@ Exit codes:
   7    the transport is not available here or there
   8    only emulated reads are possible, and --require-rdma was given
   9    no connection, a failed or late read, or the peer was lost
+  74   the output cannot be written
   130  interrupted
+  141  the reader of the output has gone
 
 With --json a failure prints one object as well: kvrdma, verified (false), error,
 code and message; bytes that are wrong are in the report itself.
@@ -92,7 +94,7 @@ def link_test(ctx: click.Context, /, **values: Any) -> None:  # noqa: ANN401 - c
 def connect(ctx: click.Context, /, endpoint: str, **values: Any) -> None:  # noqa: ANN401
     """Test the link to `kvrdma link-test serve` at HOST:PORT."""
 
-    def work() -> DataError | None:
+    def work() -> KVRDMAError | None:
         config = Config.from_env()
         test = read_options(values, config, _typed(ctx))
         if test.options.device.kind == "cpu":
@@ -146,7 +148,7 @@ def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool
         peer.close()
 
 
-def _test_here(test: Test) -> DataError | None:
+def _test_here(test: Test) -> KVRDMAError | None:
     if test.options.device.kind == "cpu":
         check_room(test.cases, peer_here=True)
     candidates = open_candidates(test.transport, test.options)
@@ -176,7 +178,7 @@ def _test_here(test: Test) -> DataError | None:
         return _test(candidates, spawned[-1], test, Peers(now, kill))
 
 
-def _test(candidates: Candidates, control: Control, test: Test, peers: Peers) -> DataError | None:
+def _test(candidates: Candidates, control: Control, test: Test, peers: Peers) -> KVRDMAError | None:
     opened = connect_first(candidates, control, with_room(test.cases, test.more), test.options)
     try:
         with progress_of(test.cases, as_json=test.as_json) as progress:
@@ -184,8 +186,9 @@ def _test(candidates: Candidates, control: Control, test: Test, peers: Peers) ->
         found = measure_more(test.more, opened, test.cases[0], peers, test.options)
     finally:
         opened.link.close()
-    report, wrong = finish(result.report, found, test.more.save)
-    return _show(replace(result, report=report), test) or wrong
+    report, wrong = finish(result.report, found)
+    wrong = _show(replace(result, report=report), test) or wrong
+    return wrong or save_json("--save", test.more.save, {"kind": "link", **report.to_builtins()})
 
 
 def _show(result: LinkResult, test: Test) -> DataError | None:

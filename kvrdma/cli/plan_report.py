@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvrdma import __version__
+from kvrdma.cli.terminal import Terminal
 from kvrdma.plan.planner import PageReshape
 from kvrdma.plan.report import Link, Pair, RankReport, owners
 from kvrdma.topology import EngineShape, RankId
@@ -64,7 +64,7 @@ def _rank_json(pair: Pair, report: RankReport) -> dict[str, Any]:
 
 def print_plan(pair: Pair, reports: Sequence[RankReport], link: Link, *, every: bool) -> None:
     """Print table, drawings, reshapes, time and advice; ``every``: each rank for itself."""
-    console = Console()
+    console = Terminal()
     groups = [(report,) for report in reports] if every or len(reports) <= _MAX_SINGLE else _equal_ranks(reports)
     console.print(_summary(pair, groups))
     drawn = groups if every else groups[: _MAX_SINGLE if len(reports) <= _MAX_SINGLE else _MAX_DRAWN]

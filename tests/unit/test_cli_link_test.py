@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from kvrdma import __version__, errors, wire
 from kvrdma.cli import main
-from kvrdma.cli.exits import EXIT_CODES, exit_code
+from kvrdma.cli.exits import EXIT_CODES, INTERRUPTED, NOBODY_READS, OUTPUT_LOST, exit_code
 from kvrdma.errors import KVRDMAError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.transport import installed_transports
@@ -120,7 +120,7 @@ def test_the_choices_are_the_installed_transports() -> None:
 def test_help_documents_every_exit_code() -> None:
     done = CliRunner().invoke(main, ["link-test", "--help"])
     documented = {int(number) for number in re.findall(r"^ +(\d+) {2,}\w", done.output, re.MULTILINE)}
-    assert documented == {0, 130} | {code for _, code in EXIT_CODES}
+    assert documented == {0, OUTPUT_LOST, INTERRUPTED, NOBODY_READS} | {code for _, code in EXIT_CODES}
 
 
 def test_help_of_serve_lists_what_serve_can_return_and_either_name_of_the_strict_mode_works() -> None:

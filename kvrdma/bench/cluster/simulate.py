@@ -20,6 +20,7 @@ from kvrdma import __version__, handshake, wire
 from kvrdma.bench.cluster.cache import block_order, blocks_for, slots_of
 from kvrdma.bench.cluster.scenario import Group, Scenario, layer_name
 from kvrdma.bench.cluster.summary import JSON, spread
+from kvrdma.errors import ConfigError
 from kvrdma.handshake import Identity
 from kvrdma.lease import LeaseKey
 from kvrdma.models import DTYPE_BYTES
@@ -36,6 +37,8 @@ _MESSAGES_TIMED = 500
 _LOCAL_BASE = 1 << 44
 _REQUESTS_EACH = 8
 """Least requests per consumer engine, so that queues form."""
+_MOST_PAGES = 1 << 23
+"""Of a request: 8 million rows of some 100 bytes. 2 million tokens of 60 layers in blocks of 16 have as many."""
 _KEY_NBYTES, _ADDRESS_NBYTES = 280, 300
 """Of a typical key and address of a network transport with several devices."""
 
@@ -261,6 +264,7 @@ def simulate(scenario: Scenario, engines: int, links: Links) -> JSON:
         consumer=msgspec.structs.replace(scenario.consumer, engines=half),
         requests=max(scenario.requests, _REQUESTS_EACH * half),
     )
+    _check_rows(scenario)
     model = Model(scenario)
     traffic = play(model, links)
     return {
@@ -274,6 +278,21 @@ def simulate(scenario: Scenario, engines: int, links: Links) -> JSON:
         },
         "result": _result(model, traffic),
     }
+
+
+def _check_rows(scenario: Scenario) -> None:
+    """Refuse a request whose plan would not fit into memory.
+
+    Raises:
+        ConfigError: says how many pages it has.
+    """
+    block = min(group.block * group.dcp for group in (scenario.producer, scenario.consumer))
+    pages = -(-scenario.prompt.longest // block) * scenario.kv.layers
+    if pages > _MOST_PAGES:
+        raise ConfigError(
+            f"a request of {scenario.prompt.longest} tokens has {pages} pages, more than the {_MOST_PAGES} that are "
+            "planned here: give a smaller prompt.tokens (or prompt.most), or larger blocks"
+        )
 
 
 def _result(model: Model, traffic: Traffic) -> JSON:

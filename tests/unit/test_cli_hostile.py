@@ -1,0 +1,91 @@
+"""What an operator's shell does to a command: full disks, readers that leave, Ctrl-C, places that cannot be written."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from kvrdma.bench.cluster.scenario import make_scenario
+from kvrdma.bench.cluster.simulate import Links, simulate
+from kvrdma.cli import main
+from kvrdma.errors import ConfigError
+
+KVRDMA = [sys.executable, "-m", "kvrdma"]
+SMALL = ["link-test", "--transport", "memory", "--nbytes", "64K", "--block", "4K", "--iters", "1"]
+COMMANDS = [["--help"], [*SMALL], [*SMALL, "--json"], ["plan"], ["plan", "--json"], ["completion", "bash"],
+            ["bench", "--simulate", "--engines", "2", "--set", "prompt.tokens=64"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_output_onto_a_full_disk(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run([*KVRDMA, *words], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 74
+    assert ended.stderr.endswith("kvrdma: the output cannot be written: No space left on device\n")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_a_reader_that_has_gone_is_told_by_the_exit_code_alone(words: list[str]) -> None:
+    process = subprocess.Popen([*KVRDMA, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert process.wait() == 141, said
+    assert "Traceback" not in said
+    assert "Broken" not in said
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("words", [SMALL, ["bench", "--simulate", "--engines", "2", "--set", "prompt.tokens=64"]])
+def test_without_any_stdout(words: list[str], tmp_path: Path) -> None:
+    saved = tmp_path / "a.json"
+    line = ["sh", "-c", '"$0" "$@" >&-', *KVRDMA, *words, "--save", str(saved)]
+    ended = subprocess.run(line, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(saved.read_text())["kvrdma"]
+
+
+def test_ctrl_c_before_a_command_has_begun() -> None:
+    script = (
+        "import signal, kvrdma.cli as cli\n"
+        "cli._LazyGroup.get_command = lambda *_: signal.raise_signal(signal.SIGINT)\n"
+        "cli.main(['doctor'])"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGINT, "interrupted\n")
+
+
+@pytest.mark.parametrize("words", [SMALL, ["bench", "--simulate", "--engines", "2"]], ids=["link-test", "bench"])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(words: list[str], tmp_path: Path) -> None:
+    shown = CliRunner().invoke(main, [*words, "--save", str(tmp_path / "no/a.json")])
+    assert shown.exit_code == 2
+    assert f"there is no folder {tmp_path / 'no'}" in shown.stderr
+    assert not shown.stdout, "nothing was measured for nothing"
+
+
+@pytest.mark.parametrize("words", [SMALL, ["bench", "--simulate", "--engines", "2"]], ids=["link-test", "bench"])
+def test_what_was_measured_is_printed_although_it_cannot_be_saved(words: list[str]) -> None:
+    shown = CliRunner().invoke(main, [*words, "--json", "--save", "/dev/full"])
+    assert shown.exit_code == 2
+    assert "--save /dev/full: [Errno 28] No space left on device" in shown.stderr
+    (line,) = shown.stdout.splitlines()
+    assert "error" not in json.loads(line)
+
+
+def test_a_soak_of_no_time_is_refused() -> None:
+    shown = CliRunner().invoke(main, [*SMALL, "--soak", "0s"])
+    assert shown.exit_code == 2
+    assert "'0s' is not a time such as 30s" in shown.output
+
+
+def test_a_request_too_long_to_plan_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a request of 1000000000 tokens has 2000000000 pages"):
+        simulate(make_scenario({"prompt": {"tokens": 10**9}}, ""), 2, Links(1e-6, 1e9, 1e-7))
