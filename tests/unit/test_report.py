@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvrdma.bench.charts.contents import Saved, Yardsticks, charts_of, load_report, speed_of, verdict_of
-from kvrdma.bench.charts.model import BarChart, LineChart, mark_text
+from kvrdma.bench.charts.model import BarChart, LineChart, mark_text, x_marks
 from kvrdma.bench.charts.page import page
 from kvrdma.bench.charts.svg import draw, nice_marks
 from kvrdma.cli import main
@@ -119,6 +119,12 @@ def test_marks_are_round() -> None:
     assert nice_marks(9.3) == [0, 2, 4, 6, 8, 10]
     assert nice_marks(0.03) == [0, 0.01, 0.02, 0.03]
     assert nice_marks(0) == [0, 1]
+    assert x_marks(4096, 1 << 20, "bytes") == [2.0**n for n in range(12, 21)]
+    assert len(x_marks(8, 1 << 40, "bytes")) <= 9
+    assert x_marks(40, 330, "us") == [50, 100, 200]
+    assert x_marks(30_000, 400_000, "us") == [50_000, 100_000, 200_000]
+    assert x_marks(0.5, 2e6, "us") == [1, 10, 100, 1000, 10_000, 100_000, 1_000_000]
+    assert [mark_text(v, "us") for v in (0.5, 20, 5000, 2e6)] == ["0.5 µs", "20 µs", "5 ms", "2 s"]
     assert [mark_text(v, "bytes") for v in (512, 4096, 1 << 20, 3 << 30)] == ["512 B", "4 KiB", "1 MiB", "3 GiB"]
 
 

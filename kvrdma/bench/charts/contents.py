@@ -115,7 +115,9 @@ def _latency(saved: Sequence[Saved]) -> LineChart | None:
             series.append(Series(f"{each.name}: {what}", x, y, len(series)))
     if not series:
         return None
-    return LineChart("Latency: share of reads that ended within a time", "microseconds", "% of reads", tuple(series))
+    return LineChart(
+        "Latency: share of reads that ended within a time", "time of a read", "% of reads", tuple(series), "us"
+    )
 
 
 def _times_us(saved: Saved) -> tuple[list[float], str]:

@@ -28,7 +28,7 @@ p.sub { color: var(--soft); margin: 0; }
 .verdict li + li { border-top: 1px solid var(--line); }
 .verdict b { font-weight: 600; } .verdict small { grid-column: 3; color: var(--soft); font-size: 13px; }
 .green { color: var(--green); } .yellow { color: var(--yellow); } .red { color: var(--red); }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 540px), 1fr)); gap: 20px;
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 20px;
   margin-top: 24px; }
 figure { margin: 0; padding: 16px; border: 1px solid var(--line); border-radius: 8px; background: var(--card); }
 figcaption { font-weight: 600; margin-bottom: 8px; } figure > svg { width: 100%; height: auto; display: block; }
@@ -43,6 +43,8 @@ th, td { text-align: right; padding: 5px 12px; border-bottom: 1px solid var(--li
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; }
 details { margin-top: 24px; } pre { overflow-x: auto; background: var(--card); padding: 12px; border-radius: 8px;
   font-size: 12px; }
+@media (max-width: 640px) { body { padding: 20px 12px; } .verdict li { grid-template-columns: 20px 1fr; }
+  .verdict li > :nth-child(n + 3) { grid-column: 2; } .mark, .label { font-size: 16px; } }
 """
 _SYMBOLS = {"green": "●", "yellow": "▲", "red": "✖"}
 
@@ -116,10 +118,10 @@ def _bench_figures(saved: Saved) -> str:
         for rank in saved.report["ranks"]
     ]
     rivals = [
-        (each["name"], each["rows"], each["block_bytes"], _number(each["gb_per_s"]["median"]))
+        (each["name"], each["rows"], each["block_bytes"],
+         _number(each["gb_per_s"]["median"]) if each["verified"] else f"failed: {each['error'].splitlines()[-1][:80]}")
         for each in saved.report.get("rivals", ())
-        if each["verified"]
-    ]
+    ]  # fmt: skip
     others = _table(f"{saved.name}: the same rows by others", ("library", "rows", "bytes", "GB/s"), rivals)
     return _table(f"{saved.name}: {saved.report['total']['gb_per_s']:.2f} GB/s in total", head, rows) + others
 

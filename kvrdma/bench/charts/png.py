@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrdma.bench.charts.model import COLOURS, PARTS, BarChart, Chart, mark_text
+from kvrdma.bench.charts.model import COLOURS, PARTS, BarChart, Chart, mark_text, x_marks
 from kvrdma.bench.charts.svg import MARKED
 from kvrdma.errors import ConfigError
 
@@ -47,6 +47,9 @@ def _draw(axes: Any, chart: Chart) -> None:  # noqa: ANN401 - matplotlib's
         colour = COLOURS[series.colour % len(COLOURS)]
         axes.plot(series.x, series.y, style, marker=marker, label=series.name, color=colour)
     axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    axes.set_xticks(x_marks(low, high, chart.x_unit))
+    axes.minorticks_off()
     axes.xaxis.set_major_formatter(lambda value, _: mark_text(value, chart.x_unit))
     axes.set_xlabel(chart.x_label)
     axes.set_ylim(bottom=0)

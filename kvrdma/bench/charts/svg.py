@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from kvrdma.bench.charts.model import PARTS, BarChart, Chart, LineChart, Series, mark_text
+from kvrdma.bench.charts.model import PARTS, BarChart, Chart, LineChart, Series, mark_text, x_marks
 
 _WIDTH, _HEIGHT = 640, 340
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 16, 52
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 28, 16, 52
 MARKED = 16
 """A line of at most so many points shows them."""
 _PLOT_W, _PLOT_H = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
@@ -62,19 +62,16 @@ def _x_label(label: str) -> str:
 def _lines(chart: LineChart) -> tuple[str, str]:
     xs = [x for series in chart.series for x in series.x if x > 0]
     low, high = math.log2(min(xs)), math.log2(max(xs))
-    low, high = (low - 0.5, high + 0.5) if high - low < 1 else (low, high)
+    low, high = (low - 1, high + 1) if high - low < 2 else (low, high)  # so that there are marks
 
     def at(x: float) -> float:
         return _LEFT + _PLOT_W * (math.log2(max(x, 1e-12)) - low) / (high - low)
 
     marks = nice_marks(max(y for series in chart.series for y in series.y))
     parts = [_y_axis(marks, chart.y_label), _x_label(chart.x_label)]
-    every = max(1, math.ceil((high - low) / 8))
-    for power in range(math.ceil(low), math.floor(high) + 1, every):
-        text = escape(mark_text(2.0**power, chart.x_unit))
-        parts.append(
-            f'<text class="mark" x="{at(2.0**power):.1f}" y="{_HEIGHT - 32}" text-anchor="middle">{text}</text>'
-        )
+    for mark in x_marks(2.0**low, 2.0**high, chart.x_unit):
+        text = escape(mark_text(mark, chart.x_unit))
+        parts.append(f'<text class="mark" x="{at(mark):.1f}" y="{_HEIGHT - 32}" text-anchor="middle">{text}</text>')
     parts += [_line(series, at, marks[-1], chart.x_unit) for series in chart.series]
     legend = "".join(
         f'<li><svg viewBox="0 0 28 10" aria-hidden="true"><line class="{_kind(s)}" x1="1" x2="27" y1="5" y2="5"/></svg>'
