@@ -106,7 +106,7 @@ def test_charts_hold_the_figures() -> None:
 def test_points_are_drawn_where_they_belong() -> None:
     text = draw(charts_of([link(speeds=(5.0, 10.0))])[0])
     (path,) = re.findall(r'<path class="c0" d="M([\d.]+),([\d.]+) L([\d.]+),([\d.]+)"', text)
-    assert [float(value) for value in path] == [64.0, 152.0, 624.0, 16.0], "half of the height, then all of it"
+    assert [float(value) for value in path] == [64.0, 152.0, 612.0, 16.0], "half of the height, then all of it"
     assert "<title>a: fragmented: 10 at 64 KiB</title>" in text
     rects = re.findall(
         r'<rect class="(c\d)" x="[\d.]+" y="([\d.]+)" width="[\d.]+" height="([\d.]+)"', draw(charts_of([bench()])[1])

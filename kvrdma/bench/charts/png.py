@@ -27,7 +27,8 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
         axes.set_ylabel(chart.y_label)
         axes.grid(axis="y", alpha=0.3)
         _draw(axes, chart)
-        axes.legend(frameon=False)
+        axes.set_axisbelow(True)
+        axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # never over the data
     try:
         figure.savefig(path)
     except OSError as error:
