@@ -21,7 +21,7 @@ from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import ReadFailed, open_transport
 
 HOST, LINK_PORT, MEETING_PORT = "10.77.1.1", 7000, 7001
-WAIT_S, LOST_S, CUT_S = 240.0, 20.0, 12.0
+WAIT_S, LOST_S, CUT_S = 240.0, 20.0, 25.0
 CUT = b"c"
 
 
