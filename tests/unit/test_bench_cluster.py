@@ -18,6 +18,7 @@ from kvrdma.bench.cluster.cache import RankCache
 from kvrdma.bench.cluster.consumer import Outcome, unexpected
 from kvrdma.bench.cluster.counters import difference, nic_bytes
 from kvrdma.bench.cluster.exchange import ThreadExchange, from_launcher, wait_count
+from kvrdma.bench.cluster.model_check import links_of, scenario_values
 from kvrdma.bench.cluster.rank import place_of
 from kvrdma.bench.cluster.run import Seat, failure_of, run_rank
 from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
@@ -208,6 +209,31 @@ def test_a_modelled_link_serves_one_read_at_a_time() -> None:
     assert traffic.ended_s == 2.0, "one row each, half a second a row"
     slow = play(Model(what), Links(0.25, 1e12, 0.0))
     assert slow.seconds[0] == pytest.approx(4 * 0.25 + 4 * 0.25, abs=1e-6), "handshake, then two looks and the data"
+
+
+def test_what_a_link_test_says_is_what_the_model_is_given_and_gives_back() -> None:
+    cases = [{"block_bytes": 1 << 20, "nbytes": 64_000_000, "rows": 64, "total_ms": {"median": 8.0}},
+             {"block_bytes": 4096, "nbytes": 64_000_000, "rows": 16_000, "total_ms": {"median": 32.0}}]  # fmt: skip
+    links = links_of({"cases": cases, "latency": {"percentiles_us": {"50": 10.0}}})
+    assert (links.latency_s, links.bytes_per_s, links.row_s) == pytest.approx((5e-6, 8e9, 2e-6))
+    for case in cases:
+        assert links.service_s(case["rows"], case["nbytes"]) == pytest.approx(case["total_ms"]["median"] * 1e-3)  # type: ignore[index,arg-type]
+
+
+def test_a_modelled_pull_takes_what_its_plan_costs() -> None:
+    """One pull at a time: two looks and the data, by the rows and bytes that a real engine reports for it."""
+    values = scenario_values("memory", {"block": 2, "tokens": 64, "concurrency": 1})
+    what = make_scenario({**values, "requests": 3}, "of a test")
+    (rank,) = run_all(what)["ranks"]
+    links = Links(latency_s=1e-3, bytes_per_s=1e9, row_s=1e-4)
+    traffic = play(Model(what), links)
+    assert rank["nbytes"] == 3 * 64 * 32 * 2048
+    assert rank["rows_posted"] * links.row_s > 5 * rank["nbytes"] / links.bytes_per_s, "rows are what takes time"
+    first_s = 4 * links.latency_s
+    looks_s = 3 * 4 * links.latency_s
+    assert sum(traffic.seconds) == pytest.approx(first_s + looks_s + rank["rows_posted"] * links.row_s)
+    wide = play(Model(what), Links(latency_s=0.0, bytes_per_s=1e6, row_s=0.0))
+    assert wide.seconds == pytest.approx([64 * 32 * 2048 / 1e6] * 3), "and here it is bytes"
 
 
 @pytest.mark.parametrize(
