@@ -263,3 +263,21 @@ def test_address_layout_is_fixed() -> None:
     """Both ends may run different builds: the layout of blobs is part of version 1."""
     assert _ADDRESS.size == struct.calcsize("<16sQiQQ16s") == 60
     assert as_rows([]).shape == (0, 4)
+
+
+@pytest.mark.needs("cma")
+def test_a_few_bytes_are_there_when_read_returns() -> None:
+    transport = CmaTransport()
+    memory = np.arange(1, 2 * PAGE + 1, dtype=np.uint64).view(np.uint8)
+    region = transport.register(memory.ctypes.data, memory.nbytes, Device())
+    peer = transport.connect(transport.address(), [region.key])
+    half = memory.nbytes // 2
+    for rows, nbytes in ((1, PAGE), (8, 64), (1, 0)):
+        memory[half:] = 0
+        wanted = [(memory.ctypes.data + half + n * nbytes, 0, n * nbytes, nbytes) for n in range(rows)]
+        read = transport.read(peer, as_rows(wanted))
+        [completion] = transport.poll()  # without any wait
+        assert (completion.read, completion.nbytes) == (read, rows * nbytes)  # type: ignore[union-attr]
+        assert (memory[half : half + rows * nbytes] == memory[: rows * nbytes]).all()
+        assert not memory[half + rows * nbytes :].any()
+    transport.close()

@@ -212,6 +212,10 @@ uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
     ++peer.in_flight;
     const uint64_t id = batch->read;
     in_flight_[id] = batch;
+    if (count <= kRowsHere && batch->nbytes <= kBytesHere) {
+        read_here(batch, lock);
+        return id;
+    }
     queue_.push_back(batch);
     const bool wake = idle_ > 0; // a thread that does not wait looks at the queue before it does
     lock.unlock();               // else the thread that is woken waits for this one, which is then held to wake it again

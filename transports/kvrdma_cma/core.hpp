@@ -72,6 +72,10 @@ struct PeerState {
     bool disconnected = false;
 };
 
+// A read up to this is done by the thread that asks for it, in some microseconds: waking another takes ten times that.
+constexpr size_t kRowsHere = 8;
+constexpr uint64_t kBytesHere = 4096;
+
 struct Batch {
     uint64_t read = 0;
     std::shared_ptr<PeerState> peer;
@@ -126,6 +130,7 @@ class Core : public std::enable_shared_from_this<Core> {
     bool claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const;
     void copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock);
     void check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock);
+    void read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);
     void finish(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);
     void end_failed();
     void lose(PeerState &peer, const std::string &why, int code);

@@ -132,6 +132,18 @@ void Core::check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock) {
         batch.fail("StaleRegionError", stale, 0);
 }
 
+void Core::read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock) {
+    Pieces pieces;
+    uint64_t nbytes = 0;
+    batch->queued = false;
+    batch->working = 1; // whoever cancels it meanwhile leaves its end to this thread
+    prepare(*batch, lock);
+    while (claim(*batch, pieces, nbytes))
+        copy(*batch, pieces, lock);
+    batch->working = 0;
+    finish(batch, lock);
+}
+
 void Core::finish(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock) {
     if (!batch->failed())
         check_cookies(*batch, lock);
