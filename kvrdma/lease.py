@@ -33,6 +33,7 @@ from kvrdma.errors import ConfigError, LeaseError
 WORD_NBYTES = 8
 _FIRST_GENERATIONS = range(1 << 32, 1 << 51)
 """Far below 2**53, which JSON parsers of proxies still read exactly."""
+_LAST_GENERATION = 1 << 53
 _MAX_EARLY = 65_536
 _MAX_READERS = 16_384
 _SPARE_CONSUMERS = 64
@@ -261,6 +262,8 @@ class LeaseBook:
     def _adopt(self, request_id: Hashable, key: LeaseKey) -> None:
         if not 0 <= key.slot < len(self._table):
             raise LeaseError(f"request {request_id!r}: slot {key.slot} of {len(self._table)} does not exist")
+        if key.generation > _LAST_GENERATION:
+            raise LeaseError(f"request {request_id!r}: lease {key} was made by no engine")
         if self._table.word(key.slot) >> 1 >= key.generation:
             raise LeaseError(f"request {request_id!r}: lease {key} has ended already, or its slot is taken")
         if key.slot in self._by_slot:

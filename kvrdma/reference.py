@@ -111,8 +111,12 @@ class PullReference(msgspec.Struct, frozen=True):
         Raises:
             MessageError: a key is missing or malformed; names it.
         """
+        if not isinstance(params, Mapping):
+            raise MessageError(f"kv_transfer_params must be an object, got {type(params).__name__}")
         try:
             read = msgspec.convert(dict(params), _Params)
+            for text in (read.remote_engine_id, read.remote_host, read.remote_request_id):
+                text.encode()  # they go into messages and logs
         except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a character
             raise MessageError(f"kv_transfer_params: {error}; was it made by another connector?") from None
         first = read.kvrdma.first_blocks or (0,) * len(read.remote_block_ids)
@@ -155,7 +159,7 @@ def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpa
     Raises:
         PlanError: something is no block id.
     """
-    if len(blocks) and isinstance(blocks[0], BlockSpan):
+    if hasattr(blocks, "__len__") and len(blocks) and isinstance(blocks[0], BlockSpan):
         return [span for span in blocks if isinstance(span, BlockSpan)]
     return [BlockSpan(ids) for ids in _arrays(blocks)]  # type: ignore[arg-type]
 
@@ -166,6 +170,8 @@ def id_text(request_id: Hashable) -> str:
 
 
 def _arrays(blocks: Sequence[int] | Sequence[Sequence[int]]) -> list[Ints]:
+    if not hasattr(blocks, "__len__"):
+        raise PlanError(f"block ids must be a list, or one per KV group, got {blocks!r:.80}")
     nested = len(blocks) and hasattr(blocks[0], "__len__")
     return [_ids(group) for group in (blocks if nested else [blocks])]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Hashable, Mapping, Sequence
+from numbers import Real
 
 from kvrdma.engine.shape import tokens_held
-from kvrdma.errors import LayoutError, PlanError
+from kvrdma.errors import ConfigError, LayoutError, PlanError
 from kvrdma.layout import KVLayout
 from kvrdma.page_format import LayerSpec
-from kvrdma.plan import BlockSpan
+from kvrdma.plan import BlockSpan, TokenRange
 
 
 def check_caches(caches: object, specs: object) -> None:
@@ -63,3 +66,59 @@ def check_published(
         bad = [block for block in ids if block < 0 or (limit is not None and block >= limit)]
         if bad:
             raise PlanError(f"request {request_id!r}: block {bad[0]} of group {group} is not one of {limit} blocks")
+
+
+def check_pull(
+    request_id: Hashable,
+    layout: KVLayout,
+    num_tokens: int,
+    blocks: Sequence[BlockSpan],
+    tokens: TokenRange | Sequence[TokenRange],
+) -> None:
+    """Refuse a pull of more than was published, or of more than its blocks hold.
+
+    Raises:
+        PlanError: names the range, and what it has to fit.
+    """
+    ranges = [tokens] if isinstance(tokens, TokenRange) else tokens
+    if {type(each) for each in ranges} - {TokenRange}:
+        raise PlanError(f"pull {request_id!r}: tokens must be a TokenRange, or one per KV group; got {tokens!r:.80}")
+    if ranges is tokens and len(ranges) > max(1, len(blocks)):
+        raise PlanError(f"pull {request_id!r}: {len(ranges)} token ranges for {len(blocks)} KV groups of blocks")
+    limit = tokens_held(layout, blocks)
+    only_state = all(page.kind == "state" for page in layout.formats)
+    for span in ranges:
+        start, end = (whole(f"pull {request_id!r}: a token of {tuple(span)}", each) for each in span)
+        if not 0 <= start <= end <= num_tokens:
+            raise PlanError(f"pull {request_id!r}: tokens {span} of {num_tokens} published ones")
+        if start < end > limit and not only_state:
+            raise PlanError(f"pull {request_id!r}: tokens {span} do not fit blocks for {limit} of them")
+
+
+def whole(name: str, value: int) -> int:
+    """Read a whole number, of whatever class; NumPy's do not survive JSON.
+
+    Raises:
+        PlanError: it is none; says so under ``name``.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise PlanError(f"{name} must be a whole number, got {value!r:.80}") from None
+
+
+def time_span(name: str, value: object) -> float:
+    """Read a number of seconds: one below 0 is over at once. NaN is refused: no timer behind it would ever run.
+
+    Raises:
+        ConfigError: it is no number; says so under ``name``.
+    """
+    span = math.nan
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            span = float(value)
+        except OverflowError:  # an integer beyond all floats
+            span = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+    if math.isnan(span):
+        raise ConfigError(f"{name}={value!r:.80} is not a number of seconds")
+    return span

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from kvrdma import __version__, handshake
 from kvrdma.config import Config
-from kvrdma.engine.arguments import check_caches, check_published
+from kvrdma.engine.arguments import check_caches, check_published, check_pull, time_span, whole
 from kvrdma.engine.background import Background
 from kvrdma.engine.consumer import Consumer
 from kvrdma.engine.events import Event, Stats
@@ -25,10 +25,10 @@ from kvrdma.engine.peers import MAX_HANDSHAKES, Peers
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
 from kvrdma.engine.reports import Reports
-from kvrdma.engine.shape import Shaper, tokens_held
+from kvrdma.engine.shape import Shaper
 from kvrdma.engine.tenant import Tenant
 from kvrdma.engine.threads import EngineThreads
-from kvrdma.errors import MessageError, PlanError, PullAbortedError, PullError, TransportClosedError
+from kvrdma.errors import MessageError, PullAbortedError, PullError, TransportClosedError
 from kvrdma.handshake import Identity
 from kvrdma.layout import KVLayout, TokenShare
 from kvrdma.lease import FenceTable, LeaseBook, LeaseKey
@@ -90,7 +90,6 @@ class Engine:
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
         self.layout = KVLayout.from_tensors(caches, specs, share)
-        self._only_state = all(page.kind == "state" for page in self.layout.formats)
         refuse_digests(self.config, caches)
         self._fence = FenceTable(self.config.fence_slots, _SPARE_WORDS)
         self._opened, self.refused = (list(transports), {}) if transports is not None else open_transports(self.config)
@@ -207,9 +206,10 @@ class Engine:
             PlanError: a block id is out of range, or the blocks do not hold as many tokens.
         """
         self._require_open()
-        groups = groups_of(blocks)
+        groups, num_tokens = groups_of(blocks), whole("num_tokens", num_tokens)
+        first_blocks = tuple(whole("a first block", first) for first in first_blocks)
         check_published(request_id, self.layout, groups, num_tokens, first_blocks)
-        key = self._producer.publish(request_id, consumers, lease)
+        key = self._producer.publish(request_id, whole("consumers", consumers), lease)
         return PullReference(
             engine_id=self.identity.engine_id,
             engine_generation=self._producer.generation,
@@ -218,7 +218,7 @@ class Engine:
             lease=key,
             num_tokens=num_tokens,
             blocks=groups,
-            first_blocks=tuple(first_blocks) or (0,) * len(groups),
+            first_blocks=first_blocks or (0,) * len(groups),
             request_id=id_text(request_id),
             lease_s=self.config.lease_s,
             **handshake.sizes_of(self.identity.shape),
@@ -235,7 +235,7 @@ class Engine:
 
     def extend(self, request_id: Hashable, seconds: float) -> bool:
         """Hold a publication for ``seconds`` from now at least, whatever ``lease_s``; False if it has ended."""
-        return self._producer.extend(request_id, seconds)
+        return self._producer.extend(request_id, time_span("seconds", seconds))
 
     def withdraw(self, request_id: Hashable) -> bool:
         """Take a publication back: late consumers fail. False if it has ended already."""
@@ -266,27 +266,23 @@ class Engine:
 
         Raises:
             MessageError: the reference is malformed.
-            PlanError: more tokens are asked for than were published.
+            PlanError, ConfigError: more tokens are asked for than were published; another argument is of no use.
             PullError: a pull of that id is under way.
         """
         self._require_open()
         reference = _reference(reference)
         spans = spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
-        limit = tokens_held(self.layout, spans)
-        for span in [wanted] if isinstance(wanted, TokenRange) else wanted:
-            if not 0 <= span.start <= span.end <= reference.num_tokens:
-                raise PlanError(f"pull {request_id!r}: tokens {span} of {reference.num_tokens} published ones")
-            if span.start < span.end > limit and not self._only_state:
-                raise PlanError(f"pull {request_id!r}: tokens {span} do not fit blocks for {limit} of them")
+        check_pull(request_id, self.layout, reference.num_tokens, spans, wanted)
         now_s = time.monotonic()
-        seconds = self.config.pull_timeout_s if timeout_s is None else timeout_s
-        pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + seconds)
+        limit_s = time_span("timeout_s", self.config.pull_timeout_s if timeout_s is None else timeout_s)
+        pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + limit_s)
         self._reports.owe(request_id)  # from here on it is reported, whatever happens
         self._loop.run(lambda: self._consumer.start(pull))
 
     def abort(self, request_id: Hashable) -> None:
         """Give up a pull: it ends as failed, once nothing can write for it any more. Unknown ids are ignored."""
+        hash(request_id)  # a mistake is the caller's, not the data thread's
         self._loop.run(lambda: self._consumer.abort(request_id))
 
     def hold(
@@ -296,8 +292,9 @@ class Engine:
 
         Nothing is reported, also if the producer cannot be reached.
         """
-        known = _reference(reference)
-        self._loop.run(lambda: self._consumer.hold(request_id, known, for_s))
+        hash(request_id)
+        known, limit_s = _reference(reference), time_span("for_s", for_s)
+        self._loop.run(lambda: self._consumer.hold(request_id, known, limit_s))
 
     def decline(self, reference: PullReference | Mapping[str, Any]) -> None:
         """Tell the producer that this rank will not read; nothing is reported."""
@@ -321,7 +318,7 @@ class Engine:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
-        return self._reports.wait(timeout_s)
+        return self._reports.wait(time_span("timeout_s", timeout_s))
 
     def stats(self) -> dict[str, int]:
         """Give counts since the start, and the sizes of everything that is empty when nothing goes on."""

@@ -14,6 +14,9 @@ from contextlib import suppress
 from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
+_LOOK_EVERY_S = 3600.0
+"""``poll`` takes no time as long as ``wait`` may be asked for."""
+
 
 class Reports:
     """Hands every end to the caller once. Thread-safe."""
@@ -87,5 +90,5 @@ class Reports:
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
-            poller.poll(1e3 * left_s)
+            poller.poll(1e3 * min(left_s, _LOOK_EVERY_S))
         return events

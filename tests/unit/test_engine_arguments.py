@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,11 @@ import pytest
 
 import kvrdma
 from kvrdma import Config, Engine, EngineShape, Identity, LayerSpec
-from kvrdma.errors import LayoutError, PlanError
+from kvrdma.engine import PullDone, PullFailed
+from kvrdma.errors import ConfigError, LayoutError, LeaseError, MessageError, PlanError, PullTimeoutError
+from kvrdma.lease import LeaseKey
+from kvrdma.plan import TokenRange
+from kvrdma.reference import PullReference
 
 SPEC = LayerSpec(heads=(0, 2), total_heads=2, block_size=16)
 WHO = Identity("engine", EngineShape(tp_size=1, num_kv_heads=2))
@@ -63,3 +69,70 @@ def test_the_package_offers_what_an_engine_needs() -> None:
     assert all(getattr(kvrdma, name) is not None for name in kvrdma.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Engin'"):
         _ = kvrdma.Engin
+
+
+NAN = float("nan")
+REF = PullReference("peer", 1, "127.0.0.1", 1, LeaseKey(0, 1), 32, ((1, 2),), (0,), "r")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda engine: engine.pull("r", REF, [3, 4], timeout_s=NAN), ConfigError),
+        (lambda engine: engine.pull("r", REF, [3, 4], timeout_s="1"), ConfigError),
+        (lambda engine: engine.pull([], REF, [3, 4]), TypeError),
+        (lambda engine: engine.pull("r", REF, None), PlanError),
+        (lambda engine: engine.pull("r", REF, [3, 4], tokens=(0, 4)), PlanError),
+        (lambda engine: engine.pull("r", REF, [3, 4], tokens=TokenRange(0, 7.5)), PlanError),  # type: ignore[arg-type]
+        (lambda engine: engine.pull("r", REF, [3, 4], tokens=[TokenRange(0, 16), TokenRange(16, 32)]), PlanError),
+        (lambda engine: engine.pull("r", None, [3, 4]), MessageError),
+        (lambda engine: engine.pull("r", [1], [3, 4]), MessageError),
+        (lambda engine: engine.hold("r", REF, for_s=NAN), ConfigError),
+        (lambda engine: engine.hold("r", REF, for_s="1"), ConfigError),
+        (lambda engine: engine.hold([], REF), TypeError),
+        (lambda engine: engine.decline("x"), MessageError),
+        (lambda engine: engine.abort([]), TypeError),
+        (lambda engine: engine.withdraw([]), TypeError),
+        (lambda engine: engine.extend("r", NAN), ConfigError),
+        (lambda engine: engine.wait(NAN), ConfigError),
+        (lambda engine: engine.wait(True), ConfigError),
+        (lambda engine: engine.publish("r", [1, 2], 7.5), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], "8"), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 8, consumers=1.5), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 8, first_blocks=[0.5]), PlanError),
+        (lambda engine: engine.prepare(LeaseKey(7, 1 << 70)), LeaseError),
+        (lambda engine: engine.publish("r", [1, 2], 8, lease=LeaseKey(7, 1 << 70)), LeaseError),
+    ],
+)
+def test_a_mistake_is_told_at_the_call_and_costs_nobody_else_anything(
+    call: Callable[[Engine], object], error: type[Exception]
+) -> None:
+    with open_engine({"a": cache()}) as producer, open_engine({"a": cache()}) as engine:
+        with pytest.raises(error):
+            call(engine)
+        reference = producer.publish("other", [1, 2], 32)
+        engine.pull("other", json.loads(json.dumps(reference.to_params())), [5, 6])
+        (done,) = engine.wait(30)
+        assert isinstance(done, PullDone)
+        engine.publish("another", [1, 2], 32)
+        engine.pull("late", REF, [3, 4], timeout_s=0)
+        (late,) = engine.wait(30)
+        assert isinstance(late, PullFailed)
+        assert isinstance(late.reason, PullTimeoutError)  # timers still run
+
+
+def test_numbers_of_numpy_survive_json() -> None:
+    with open_engine({"a": cache()}) as producer, open_engine({"a": cache()}) as engine:
+        reference = producer.publish("r", np.array([1, 2]), np.int64(32), first_blocks=[np.int32(0)])
+        engine.pull("r", json.loads(json.dumps(reference.to_params())), [5, 6], timeout_s=np.float32(30))
+        (done,) = engine.wait(30)
+        assert isinstance(done, PullDone)
+
+
+def test_a_wait_may_be_as_long_as_it_likes() -> None:
+    with open_engine({"a": cache()}) as engine:
+        for limit_s in (1e12, 10**400, float("inf")):
+            engine.pull("r", REF, [3, 4], timeout_s=0)
+            (failed,) = engine.wait(limit_s)
+            assert isinstance(failed, PullFailed)
+        assert engine.wait(-(10**400)) == []
