@@ -22,6 +22,7 @@ from kvrdma.wire import Message
 
 _PROBE_WINDOW_S = 5.0
 _MAX_STORES = 1024
+_MAX_ASK_S = 86400.0
 _REFUSED_S = 0.25
 """How long a store that nobody listens for is asked: a miss costs less than waiting for it to be started."""
 _log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class StoreClient:
         if timeout_s <= 0 or not self._breaker.allow():
             return None
         try:
-            reply = self._connection().request(message, timeout_s)
+            reply = self._connection().request(message, min(timeout_s, _MAX_ASK_S))
             if not isinstance(reply, kind):
                 raise MessageError(f"{self.name} answered {type(reply).__name__}, not {kind.__name__}")
         except KVRDMAError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from kvrdma.engine import Ended, Engine, PullDone, PullFailed, PullReleased
-from kvrdma.engine.arguments import check_published
-from kvrdma.errors import LeaseError, MessageError, PullError
+from kvrdma.engine.arguments import check_published, time_span, whole
+from kvrdma.errors import KVRDMAError, LeaseError, MessageError, PlanError, PullError
 from kvrdma.plan import BlockSpan, TokenRange
 from kvrdma.store.clients import StoreClient, Stores
 from kvrdma.store.filling import read_reference
@@ -22,6 +23,10 @@ from kvrdma.wire import Noted, StoreFound, StoreLookup, StoreOffer, StoreOffered
 
 _RELEASE_S = 0.2
 _QUARANTINE_S = 10.0
+_MAX_WITHIN_S = 86400.0
+"""The longest time a message may name."""
+
+_log = logging.getLogger(__name__)
 
 _Name: TypeAlias = tuple[str, int]
 
@@ -90,6 +95,8 @@ class StorePort:
         """Publications that stores read."""
         self._pulls: dict[Hashable, PullDone | PullFailed | PullReleased] = {}
         """How pulls have ended, until it is looked at."""
+        self._fetching: set[_Name] = set()
+        """Pulls that have not been looked at."""
 
     def keys(self, tokens: Sequence[int], salt: bytes = b"") -> PrefixKeys:
         """Make the keys of a prompt; ``salt``: what else its KV depends on (an adapter, images, a tenant)."""
@@ -109,42 +116,44 @@ class StorePort:
             of blocks being read may have kept less of it, or nothing.
 
         Raises:
-            PlanError: a block id is out of range.
+            PlanError: a block id is out of range; nothing was offered.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + time_span("timeout_s", timeout_s)
+        for number, prompt in enumerate(prompts):  # before anything is published
+            self._check(number, prompt, prompt.keys.num_tokens)
         owners: dict[_Name, int] = {}
-        done = []
-        for number, prompt in enumerate(prompts):
-            answers = self._offer(prompt, deadline_s, owners, number)
-            done.append(len(answers) == self._stores.replicas and all(answers))
-        while self._open and self._take_events(deadline_s):
-            pass
-        self._open.clear()
-        for name, number in owners.items():
-            if self._engine.withdraw(name):
-                done[number] = False
+        try:
+            done = [self._offer(prompt, deadline_s, owners, number) for number, prompt in enumerate(prompts)]
+            while self._open and self._take_events(deadline_s):
+                pass
+        finally:  # also if this was interrupted: the caller writes there again
+            self._open.clear()
+            late = {number for name, number in owners.items() if self._engine.withdraw(name)}
+        done = [each and number not in late for number, each in enumerate(done)]
         self.counts.prompts_offered += len(prompts)
         self.counts.prompts_stored += sum(done)
         return done
 
-    def _offer(self, prompt: Prompt, deadline_s: float, owners: dict[_Name, int], number: int) -> list[bool]:
-        """Offer a prompt to the stores responsible for it; gives what each that answered made of it."""
+    def _check(self, number: int, prompt: Prompt, num_tokens: int) -> None:
+        check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], num_tokens)
+
+    def _offer(self, prompt: Prompt, deadline_s: float, owners: dict[_Name, int], number: int) -> bool:
+        """Offer a prompt to the stores responsible for it; says whether all of them have it, or read it now."""
         answers: list[bool] = []
-        if not prompt.keys.keys:
-            return answers
-        for client, ask_s in self._stores.candidates(prompt.keys.keys[0], deadline_s):
+        for client, ask_s in self._stores.candidates(prompt.keys.keys[0], deadline_s) if prompt.keys.keys else ():
             name = ("put", next(self._numbers))
+            owners[name] = number
             reply = self._offer_to(client, prompt, name, (ask_s, deadline_s))
             if reply is None or not reply.accepted:
+                del owners[name]
                 self._engine.withdraw(name)
             else:
-                owners[name] = number
                 self._open.add(name)
             if reply is not None:
                 answers.append(reply.accepted or not reply.missing)
             if len(answers) == self._stores.replicas:
                 break
-        return answers
+        return len(answers) == self._stores.replicas and all(answers)
 
     def _offer_to(
         self, client: StoreClient, prompt: Prompt, name: _Name, limits: tuple[float, float]
@@ -160,7 +169,7 @@ class StorePort:
             prompt.keys.joined(),
             prompt.keys.num_tokens,
             msgspec.msgpack.encode(reference.to_params()),
-            max(deadline_s - time.monotonic(), 1e-3),
+            min(max(deadline_s - time.monotonic(), 1e-3), _MAX_WITHIN_S),
         )
         return client.ask(offer, StoreOffered, min(ask_s, self._stores.config.control_timeout_s))
 
@@ -168,7 +177,7 @@ class StorePort:
 
     def look(self, prompts: Sequence[PrefixKeys], timeout_s: float) -> list[int]:
         """Say how many tokens of each prompt the stores have from its start on, without holding them."""
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + time_span("timeout_s", timeout_s)
         return [found[1].tokens if (found := self._find(keys, deadline_s, hold=False)) else 0 for keys in prompts]
 
     def get(self, prompts: Sequence[Prompt], timeout_s: float, *, look_s: float | None = None) -> list[int]:
@@ -183,16 +192,21 @@ class StorePort:
             For each how many tokens are in place. Beyond them its blocks may hold anything.
 
         Raises:
-            PlanError: a block id is out of range.
+            PlanError: a block id or ``start`` is out of range; nothing was fetched.
             PullError: a transport may still write into the blocks, long after the deadline: they must not be used.
         """
-        for number, prompt in enumerate(prompts):
-            check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], 0)  # which may be short
         start_s = time.monotonic()
-        deadline_s = start_s + timeout_s
-        look_until_s = start_s + min(timeout_s, timeout_s if look_s is None else look_s)
-        fetches = [self._start(prompt, look_until_s, deadline_s) for prompt in prompts]
-        tokens = [fetch if isinstance(fetch, int) else self._finish(fetch, deadline_s) for fetch in fetches]
+        deadline_s = start_s + time_span("timeout_s", timeout_s)
+        look_until_s = deadline_s if look_s is None else min(deadline_s, start_s + time_span("look_s", look_s))
+        for number, prompt in enumerate(prompts):
+            self._check(number, prompt, 0)  # its blocks may be short
+            if whole(f"prompt {number}: start", prompt.start) < 0:
+                raise PlanError(f"prompt {number}: start {prompt.start} must not be negative")
+        try:
+            fetches = [self._start(prompt, look_until_s, deadline_s) for prompt in prompts]
+            tokens = [fetch if isinstance(fetch, int) else self._finish(fetch, deadline_s) for fetch in fetches]
+        finally:
+            self._give_up()
         self.counts.tokens_fetched += sum(got - prompt.start for got, prompt in zip(tokens, prompts, strict=True))
         return tokens
 
@@ -227,6 +241,7 @@ class StorePort:
         if best is None:
             return prompt.start
         number = next(self._numbers)
+        name = ("get", number)
         try:
             reference = read_reference(best[1].reference)
             tokens = min(best[1].tokens, reference.num_tokens, len(prompt.blocks) * self._own_block)
@@ -235,12 +250,15 @@ class StorePort:
                 return prompt.start
             wanted = TokenRange(prompt.start, tokens)
             left_s = max(1e-3, deadline_s - time.monotonic())
-            self._engine.pull(
-                ("get", number), reference, [BlockSpan(list(prompt.blocks))], tokens=wanted, timeout_s=left_s
-            )
+            self._fetching.add(name)
+            self._engine.pull(name, reference, [BlockSpan(list(prompt.blocks))], tokens=wanted, timeout_s=left_s)
         except MessageError:
             self.counts.fetches_failed += 1
+            self._release(best)
             return prompt.start
+        except KVRDMAError:
+            self._fetching.discard(name)  # it was refused
+            raise
         # Its own engine's done message ends the lease, unless the store waits for other ranks as well.
         several = self._engine.identity.shape.num_ranks > 1
         return _Fetch(number, prompt.start, tokens, best if several else None)
@@ -251,6 +269,7 @@ class StorePort:
         while name not in self._pulls:
             self._take_events(max(deadline_s, time.monotonic()) + 1.0)
         event = self._pulls.pop(name)
+        self._fetching.discard(name)
         if fetch.release is not None:
             self._release(fetch.release)
         if isinstance(event, PullDone):
@@ -259,6 +278,23 @@ class StorePort:
         if isinstance(event, PullFailed) and event.quarantined:
             self._wait_for_release(name)
         return fetch.start
+
+    def _give_up(self) -> None:
+        """End the pulls of a ``get`` that raises: their blocks are the caller's again, who may write there at once."""
+        for name in self._fetching:
+            self._engine.abort(name)
+        until_s = time.monotonic() + _QUARANTINE_S
+        while any(map(self._may_write, self._fetching)) and self._take_events(until_s):
+            pass
+        for name in filter(self._may_write, self._fetching):
+            _log.warning("pull %s has not ended: the blocks that it was to fill may still be written", name)
+        for name in self._fetching:
+            self._pulls.pop(name, None)
+        self._fetching.clear()
+
+    def _may_write(self, name: _Name) -> bool:
+        event = self._pulls.get(name)
+        return event is None or (isinstance(event, PullFailed) and event.quarantined)
 
     def _wait_for_release(self, name: _Name) -> None:
         until_s = time.monotonic() + _QUARANTINE_S

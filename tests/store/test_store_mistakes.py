@@ -1,0 +1,112 @@
+"""Calls that raise, or are interrupted, give the caller's blocks back: nothing reads or writes there afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvrdma.engine import Engine
+from kvrdma.errors import ConfigError, PlanError
+from kvrdma.store import Prompt, StoreServer
+from kvrdma.store.clients import StoreClient
+from kvrdma.wire import StoreOffer
+from tests.helpers.stores import Client, cma, tokens_of
+
+pytestmark = pytest.mark.needs("cma")
+
+
+@pytest.fixture
+def store() -> Iterator[StoreServer]:
+    with StoreServer(1 << 20, cma()) as server:
+        yield server
+
+
+@pytest.fixture
+def client(store: StoreServer) -> Iterator[Client]:
+    with Client([str(store.endpoint)]) as opened:
+        yield opened
+
+
+class InterruptError(BaseException):
+    """As Ctrl-C."""
+
+
+def idle(engine: Engine) -> bool:
+    stats = engine.stats()
+    return not (stats["leases"] or stats["pulls"] or stats["reads"])
+
+
+@pytest.mark.parametrize("blocks", [[1, 9999], [1], [-1, 2]])
+def test_one_prompt_that_cannot_be_offered_keeps_all_from_being_offered(
+    store: StoreServer, client: Client, blocks: list[int]
+) -> None:
+    client.cache.write(1, [3, 4], range(8))
+    with pytest.raises(PlanError, match="prompt 1"):
+        client.port.put([client.prompt(1, 8, [3, 4]), client.prompt(2, 8, blocks)], 5)
+    assert store.stats()["offers"] == 0
+    assert idle(client.ranks[0].engine)
+    assert client.put(1, 8, [3, 4])
+
+
+def test_an_interrupted_offer_is_taken_back(
+    store: StoreServer, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = StoreClient.ask
+
+    def ask(self: StoreClient, message: Any, kind: Any, timeout_s: float) -> Any:  # noqa: ANN401
+        if isinstance(message, StoreOffer) and message.keys == client.prompt(2, 8, [5, 6]).keys.joined():
+            raise InterruptError
+        return really(self, message, kind, timeout_s)
+
+    monkeypatch.setattr(StoreClient, "ask", ask)
+    with pytest.raises(InterruptError):
+        client.port.put([client.prompt(1, 8, [3, 4]), client.prompt(2, 8, [5, 6])], 5)
+    assert client.ranks[0].engine.stats()["leases"] == 0  # at once: nobody may read what is written there next
+
+
+@pytest.mark.parametrize("change", [{"start": -1}, {"start": 1.5}, {"blocks": [5, 9999]}])
+def test_one_prompt_that_cannot_be_fetched_keeps_all_from_being_fetched(client: Client, change: dict[str, Any]) -> None:
+    assert client.put(1, 8, [3, 4])
+    client.cache.poison()
+    wrong = replace(client.prompt(1, 8, [7, 8]), **change)
+    with pytest.raises(PlanError, match="prompt 1"):
+        client.port.get([client.prompt(1, 8, [5, 6]), wrong], 5)
+    assert client.ranks[0].engine.stats()["pulls_started"] == 0
+    assert client.get(1, 8, [5, 6]) == 8
+
+
+def test_an_interrupted_fetch_is_over_before_it_raises(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.put(1, 8, [3, 4])
+    really = Engine.pull
+
+    def pull(self: Engine, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        really(self, *given, **named)
+        raise InterruptError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "pull", pull)
+        with pytest.raises(InterruptError):
+            client.port.get([client.prompt(1, 8, [5, 6])], 5)
+        assert idle(client.ranks[0].engine)
+    assert client.get(1, 8, [5, 6]) == 8
+
+
+@pytest.mark.parametrize("seconds", [1e6, float("inf")])
+def test_any_time_may_be_given(client: Client, seconds: float) -> None:
+    assert client.put(1, 8, [3, 4], seconds)
+    assert client.get(1, 8, [5, 6], seconds) == 8
+    assert client.port.look([client.prompt(1, 8, []).keys], seconds) == [8]
+
+
+def test_times_that_are_none(client: Client) -> None:
+    prompt = Prompt(client.port.keys(tokens_of(1, 8)), [3, 4])
+    for call in (client.port.put, client.port.get):
+        with pytest.raises(ConfigError, match="timeout_s=nan"):
+            call([prompt], float("nan"))
+    with pytest.raises(ConfigError, match="look_s='1'"):
+        client.port.get([prompt], 1, look_s="1")  # type: ignore[arg-type]
+    assert client.port.get([prompt], -1) == [0]
+    assert client.port.put([prompt], -1) == [False]
