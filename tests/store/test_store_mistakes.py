@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvrdma.engine import Engine
 from kvrdma.errors import ConfigError, PlanError
+from kvrdma.reference import PullReference
 from kvrdma.store import Prompt, StoreServer
 from kvrdma.store.clients import StoreClient
 from kvrdma.wire import StoreOffer
@@ -81,12 +84,14 @@ def test_one_prompt_that_cannot_be_fetched_keeps_all_from_being_fetched(client: 
 def test_an_interrupted_fetch_is_over_before_it_raises(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.put(1, 8, [3, 4])
     really = Engine.pull
+    silent = socket.create_server(("127.0.0.1", 0))
 
-    def pull(self: Engine, *given: Any, **named: Any) -> None:  # noqa: ANN401
-        really(self, *given, **named)
+    def pull(self: Engine, name: Hashable, reference: PullReference, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        nowhere = msgspec.structs.replace(reference, engine_id="silent", port=silent.getsockname()[1])
+        really(self, name, nowhere, *given, **named)
         raise InterruptError
 
-    with monkeypatch.context() as patch:
+    with silent, monkeypatch.context() as patch:
         patch.setattr(Engine, "pull", pull)
         with pytest.raises(InterruptError):
             client.port.get([client.prompt(1, 8, [5, 6])], 5)
