@@ -95,6 +95,7 @@ def test_an_interrupted_fetch_is_over_before_it_raises(client: Client, monkeypat
         patch.setattr(Engine, "pull", pull)
         with pytest.raises(InterruptError):
             client.port.get([client.prompt(1, 8, [5, 6])], 5)
+        assert client.ranks[0].engine.stats()["pulls_failed"] == 1
         assert idle(client.ranks[0].engine)
     assert client.get(1, 8, [5, 6]) == 8
 
