@@ -6,10 +6,11 @@ Nothing is read at import: whoever starts something calls ``Config.from_env()`` 
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -23,9 +24,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What can be set from outside."""
+    """What can be set from outside. A value that cannot be used raises ``ConfigError``, which names the field."""
 
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
     """Shared by both sides of every control channel; None: neither encrypted nor checked."""
     control_timeout_s: float = 5.0
     """How long a peer may take to answer a control message."""
@@ -58,6 +59,14 @@ class Config:
     verify: str = "none"
     """``digest``: compare every row with a checksum made by the producer. For debugging links: it is slow."""
 
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name, check in _CHECKS.items():
+            try:
+                check(getattr(self, name))
+            except (TypeError, ValueError) as error:
+                raise ConfigError(f"{name}: {error}") from None
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
         """Read the variables of ``VARIABLES``; one that is unset or empty keeps its default.
@@ -74,6 +83,7 @@ class Config:
             if text:
                 try:
                     values[key] = parse(text)
+                    _CHECKS[key](values[key])
                 except ValueError as error:
                     raise ConfigError(f"{name}: {error}") from None
         return cls(**values)
@@ -101,26 +111,18 @@ def _warn_unknown(name: str) -> None:
     _log.warning("%s is no setting of kvrdma%s", name, f": did you mean {near[0]}?" if near else "")
 
 
-def _secret(text: str) -> str:
-    if len(text) < SECRET_MIN_CHARS:
-        raise ValueError(
-            f"has {len(text)} characters: need at least {SECRET_MIN_CHARS}; make one with `openssl rand -hex 32`"
-        )
-    return text
-
-
 def _seconds(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = -1.0
-    if not 0 < value <= 86400:
-        raise ValueError(f"{text!r} is not a number of seconds between 0 and 86400")
-    return value
+        raise ValueError(f"{text!r} is not {_SECONDS}") from None
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise ValueError(f"{text!r} names nothing; unset it for all")
+    return words
 
 
 def _flag(text: str) -> bool:
@@ -130,19 +132,13 @@ def _flag(text: str) -> bool:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1 << 20:
-        raise ValueError(f"{text!r} is not a whole number between 1 and {1 << 20}")
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not {_COUNT}")
     return int(text)
 
 
-def _verify(text: str) -> str:
-    if text not in {"none", "digest"}:
-        raise ValueError(f"{text!r} is not none or digest")
-    return text
-
-
 VARIABLES: Mapping[str, tuple[str, Callable[[str], object]]] = {
-    "KVRDMA_SECRET": ("secret", _secret),
+    "KVRDMA_SECRET": ("secret", str),
     "KVRDMA_CONTROL_TIMEOUT_S": ("control_timeout_s", _seconds),
     "KVRDMA_READ_TIMEOUT_S": ("read_timeout_s", _seconds),
     "KVRDMA_BIND": ("bind", str),
@@ -157,6 +153,88 @@ VARIABLES: Mapping[str, tuple[str, Callable[[str], object]]] = {
     "KVRDMA_BREAKER_THRESHOLD": ("breaker_threshold", _count),
     "KVRDMA_BREAKER_COOLDOWN_S": ("breaker_cooldown_s", _seconds),
     "KVRDMA_PEER_IDLE_S": ("peer_idle_s", _seconds),
-    "KVRDMA_VERIFY": ("verify", _verify),
+    "KVRDMA_VERIFY": ("verify", str),
 }
 """Environment variable: (field of ``Config``, how its text is read)."""
+
+_SECONDS = "a number of seconds between 0 and 86400"
+_COUNT = f"a whole number between 1 and {1 << 20}"
+
+
+def _check_secret(value: object) -> None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"is a {type(value).__name__}, not a text")
+    if isinstance(value, str) and len(value) < SECRET_MIN_CHARS:
+        raise ValueError(
+            f"has {len(value)} characters: need at least {SECRET_MIN_CHARS}; make one with `openssl rand -hex 32`"
+        )
+
+
+def _check_seconds(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 86400:
+        raise ValueError(f"{value!r} is not {_SECONDS}")
+
+
+def _check_count(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= 1 << 20:
+        raise ValueError(f"{value!r} is not {_COUNT}")
+
+
+def _check_flag(value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is not true or false")
+
+
+def _check_text(value: object) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+
+
+def _check_words(value: object) -> None:
+    if not isinstance(value, tuple | list) or not all(isinstance(word, str) and word for word in value):
+        raise ValueError(f"{value!r} is not a tuple of names")
+    if len(set(value)) < len(value):
+        raise ValueError(f"{', '.join(value)} names one of them twice")
+
+
+def _check_peers(value: object) -> None:
+    _check_words(value)
+    for word in value:  # type: ignore[attr-defined]
+        if "/" in word or ":" in word:
+            ipaddress.ip_network(word, strict=False)  # says what is wrong
+
+
+def _check_host(value: object) -> None:
+    if value is None:
+        return
+    _check_text(value)
+    if not str(value).strip() or "/" in str(value):
+        raise ValueError(f"{value!r} is not a host")
+    if ":" in str(value):
+        ipaddress.ip_address(str(value).partition("%")[0])  # no port: says that this is no address
+
+
+def _check_verify(value: object) -> None:
+    if value not in {"none", "digest"}:
+        raise ValueError(f"{value!r} is not none or digest")
+
+
+_CHECKS: Mapping[str, Callable[[Any], None]] = {
+    "secret": _check_secret,
+    "control_timeout_s": _check_seconds,
+    "read_timeout_s": _check_seconds,
+    "bind": _check_text,
+    "advertise": _check_host,
+    "insecure": _check_flag,
+    "allow_peers": _check_peers,
+    "transports": _check_words,
+    "require_one_sided": _check_flag,
+    "pull_timeout_s": _check_seconds,
+    "lease_s": _check_seconds,
+    "fence_slots": _check_count,
+    "breaker_threshold": _check_count,
+    "breaker_cooldown_s": _check_seconds,
+    "peer_idle_s": _check_seconds,
+    "verify": _check_verify,
+}
+"""Field of ``Config``: raises ``TypeError`` or ``ValueError`` for what it cannot hold, wherever that comes from."""

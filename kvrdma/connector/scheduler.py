@@ -66,10 +66,9 @@ class SchedulerSide:
         if transfer.is_kv_producer or options.bidirectional:
             bind = options.scheduler_bind(parallel.data_parallel_index)
             config = options.config
+            told = bind.as_told(config.advertise)
             self._server = SideChannelServer(bind, self._directory.answer, config.secret, insecure=config.insecure)
-            self._exports.endpoint = Endpoint(
-                config.advertise or self._server.endpoint.host, self._server.endpoint.port
-            )
+            self._exports.endpoint = Endpoint(told.host, self._server.endpoint.port)
             _log.info("engine %s is described at %s", transfer.engine_id, self._exports.endpoint)
 
     # Requests

@@ -170,7 +170,9 @@ class Engine:
 
         Raises:
             ControlError: it does not answer, or is of another engine.
+            ConfigError: this rank would be announced at no address that others can reach.
         """
+        self.endpoint.as_told(None)
         with SideChannelClient(leader, self.config.secret) as client:
             reply = client.request(AnnounceRank(self.description()), self.config.control_timeout_s)
         if not isinstance(reply, RankAnnounced):
@@ -206,6 +208,7 @@ class Engine:
             PlanError: a block id is out of range, or the blocks do not hold as many tokens.
         """
         self._require_open()
+        self.side_channel.as_told(None)
         groups, num_tokens = groups_of(blocks), whole("num_tokens", num_tokens)
         first_blocks = tuple(whole("a first block", first) for first in first_blocks)
         check_published(request_id, self.layout, groups, num_tokens, first_blocks)

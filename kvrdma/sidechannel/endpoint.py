@@ -42,14 +42,28 @@ class Endpoint:
         """
         try:
             found = socket.getaddrinfo(self.host, None, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise UnreachableError(f"host {self.host!r} cannot be looked up: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:  # the latter: a label that is too long, empty or no text
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UnreachableError(f"host {self.host!r} cannot be looked up: {why}") from error
         addresses = {str(item[4][0]) for item in found}
         return tuple(sorted(addresses, key=lambda text: (":" in text, text)))
 
     def is_loopback(self) -> bool:
         """Tell whether only this host can reach it."""
         return all(ipaddress.ip_address(text.partition("%")[0]).is_loopback for text in self.resolve())
+
+    def as_told(self, host: str | None) -> Endpoint:
+        """Give the endpoint that others are told: the same port of ``host``, of this host by default.
+
+        Raises:
+            ConfigError: it is that of every address, which leads others to themselves.
+        """
+        told = Endpoint(host or self.host, self.port)
+        if told.host in {"0.0.0.0", "::"}:  # noqa: S104 - this refuses it
+            raise ConfigError(
+                f"{told} is no address that others can reach: say which one is (--advertise, KVRDMA_ADVERTISE)"
+            )
+        return told
 
     def url(self) -> str:
         """Give the ZMQ URL, with the host looked up."""

@@ -13,7 +13,7 @@ from typing import Self
 
 from kvrdma import __version__
 from kvrdma.config import Config
-from kvrdma.errors import ConfigError, MessageError
+from kvrdma.errors import MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.store.filling import Filler
 from kvrdma.store.keys import new_hasher
@@ -51,10 +51,7 @@ class StoreServer:
         new_hasher()  # here rather than at the first offer
         config = config or Config.from_env()
         bind = Endpoint.parse(config.bind)
-        if bind.host in {"0.0.0.0", "::"} and config.advertise is None:  # noqa: S104 - this refuses it
-            raise ConfigError(
-                f"{bind} is no address that others can reach: say which one is with --advertise (KVRDMA_ADVERTISE)"
-            )
+        told = bind.as_told(config.advertise)
         config = replace(
             config, lease_s=min(config.lease_s, _LEASE_S), peer_idle_s=min(config.peer_idle_s, _PEER_IDLE_S)
         )
@@ -66,7 +63,7 @@ class StoreServer:
         except BaseException:
             self._filler.close()
             raise
-        self.endpoint = Endpoint(config.advertise or bind.host, self._server.endpoint.port)
+        self.endpoint = Endpoint(told.host, self._server.endpoint.port)
 
     @property
     def alive(self) -> bool:

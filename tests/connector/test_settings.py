@@ -94,6 +94,8 @@ def test_no_open_door_without_a_secret(tiny_llama: str) -> None:
     from kvrdma.errors import ConfigError
 
     with pytest.raises(ConfigError, match="can be reached from other hosts: set KVRDMA_SECRET"):
+        start(make(tiny_llama, bind="0.0.0.0:0", advertise="10.0.0.1"))
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0:0 is no address that others can reach"):
         start(make(tiny_llama, bind="0.0.0.0:0"))
 
 

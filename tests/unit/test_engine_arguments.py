@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,18 @@ def test_a_wait_may_be_as_long_as_it_likes() -> None:
             (failed,) = engine.wait(limit_s)
             assert isinstance(failed, PullFailed)
         assert engine.wait(-(10**400)) == []
+
+
+@pytest.mark.parametrize("bind", ["0.0.0.0:0", "[::]:0"])
+def test_nobody_is_told_to_ask_himself(bind: str) -> None:
+    config = Config(transports=("cma",), bind=bind, insecure=True)
+    with open_engine({"a": cache()}) as producer:
+        with Engine({"a": cache()}, SPEC, WHO, config) as engine:
+            with pytest.raises(ConfigError, match=r"is no address that others can reach: .*KVRDMA_ADVERTISE"):
+                engine.publish("r", [1, 2], 32)
+            with pytest.raises(ConfigError, match="is no address that others can reach"):
+                engine.announce(producer.endpoint)
+            engine.pull("r", producer.publish("r", [1, 2], 32), [1, 2])
+            assert isinstance(engine.wait(30)[0], PullDone)
+        with Engine({"a": cache()}, SPEC, WHO, replace(config, advertise="127.0.0.1")) as engine:
+            assert engine.publish("r", [1, 2], 32).host == "127.0.0.1"
