@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +22,7 @@ from kvrdma.engine.loop import Loop
 from kvrdma.engine.opening import open_transports, refuse_digests, transport_lines
 from kvrdma.engine.parts import Parts
 from kvrdma.engine.peers import MAX_HANDSHAKES, Peers
+from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
 from kvrdma.engine.reports import Reports
@@ -85,7 +86,7 @@ class Engine:
         self._start_id = 1 + secrets.randbelow(1 << 52)
         self._stats = Stats()
         self._reports = Reports()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._closed = False
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
@@ -123,6 +124,7 @@ class Engine:
             raise
         self._threads = EngineThreads(self._loop, self._consumer, self._peers, self._tenant, self._producer)
         self._threads.start(self._opened, self._report_the_rest)
+        atexit.register(self.close)  # a thread that comes back from native code later aborts the process
 
     def _new_consumer(self, outbox: Outbox, caches: Mapping[str, Any]) -> Consumer:
         self._loop = Loop(list(self._memory.transports.values()), time.monotonic)
@@ -342,15 +344,18 @@ class Engine:
     def close(self) -> None:
         """Revoke every lease, fail every pull, stop. Takes at most some seconds whatever peers do. Idempotent.
 
-        What ends by it can still be polled.
+        What ends by it can still be polled. In a forked child it does nothing.
 
         Raises:
             BaseException: the defect by which the side channel ended, if it did.
         """
+        if not self._lock.is_ours:
+            return
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        atexit.unregister(self.close)
         assert self._outbox
         self._producer.close(self._fence)
         self._threads.close()

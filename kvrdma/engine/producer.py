@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Hashable
 
 import msgspec
 
 from kvrdma.engine.digest import answer_digests
 from kvrdma.engine.events import Stats
+from kvrdma.engine.process import ProcessLock
 from kvrdma.errors import ConfigError, IncompatibleError, MessageError
 from kvrdma.layout import KVLayout
 from kvrdma.lease import Ended, FenceTable, LeaseBook, LeaseKey
@@ -48,7 +48,7 @@ class Producer:
         self._stats = stats
         self._clock = clock
         self._report = report
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._ranks: dict[tuple[int, int], RankDescription] = {}
         self._own: RankDescription | None = None
         self._layout: KVLayout | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import threading
 import time
 import weakref
 from collections import deque
@@ -12,6 +11,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 
 from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
+from kvrdma.engine.process import ProcessLock
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
 _LOOK_EVERY_S = 3600.0
@@ -25,8 +25,8 @@ class Reports:
         """Know of nothing yet."""
         self._events: deque[Event] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
-        self._lock = threading.Lock()
+        weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
+        self._lock = ProcessLock()
         self._owed: dict[Hashable, bool] = {}
         """Pulls that have not ended; True: reported as quarantined already."""
         self._closed = False
@@ -73,6 +73,7 @@ class Reports:
 
     def poll(self) -> list[Event]:
         """Return what has been reported since the last call."""
+        self._lock.require()  # a child would take the signal for its parent's events
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)  # before looking: what comes later makes it readable again
         events: list[Event] = []

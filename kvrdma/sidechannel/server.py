@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ class SideChannelServer:
                 f"{bind} can be reached from other hosts: set KVRDMA_SECRET on both sides, or pass "
                 "--insecure on a network where everyone may read this process's memory"
             )
+        self._pid = os.getpid()
         self.counts = ServerCounts()
         self._handler = handler
         self._client_public = key_pair(secret, "client").public if secret else None
@@ -134,11 +136,13 @@ class SideChannelServer:
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop listening, within 5 s. Idempotent.
+        """Stop listening, within 5 s. Idempotent; does nothing in a forked child, which has no part in it.
 
         Raises:
             BaseException: whatever the handler ended the thread with.
         """
+        if os.getpid() != self._pid:
+            return
         if self._thread.is_alive():
             with self._context.socket(zmq.PAIR) as signal:
                 signal.connect(self._stop_url)
