@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import msgspec
 
-from kvrdma.errors import IncompatibleError, LayoutError
+from kvrdma.errors import ConfigError, IncompatibleError, LayoutError
 from kvrdma.layout import KVLayout
 from kvrdma.reference import PullReference
 from kvrdma.topology import EngineShape, RankId, Source, consumers_of, select_sources
@@ -17,6 +17,8 @@ from kvrdma.transport import Capabilities
 from kvrdma.wire import RankDescription
 
 MAX_RANKS = 4096
+MAX_NAME = 256
+"""Characters of ``wire.Name``."""
 _MAX_LAYOUT_BYTES = 16 << 20
 
 _encoder = msgspec.msgpack.Encoder()
@@ -33,6 +35,40 @@ class Identity:
     rank: RankId = field(default_factory=lambda: RankId(0, 0))
     model: Mapping[str, str] = field(default_factory=dict)
     """Field to value, e.g. ``{"model": "...", "weights": "sha256:..."}``; compared field by field."""
+
+    def __post_init__(self) -> None:
+        """Refuse names that no message holds: the peers of such an engine would be told that it sends garbage.
+
+        Raises:
+            ConfigError: names what.
+        """
+        if not _is_name(self.engine_id) or not self.engine_id:
+            raise ConfigError(f"engine_id must be a text of 1 to {MAX_NAME} characters, got {self.engine_id!r:.80}")
+        check_model(self.model)
+
+
+def check_model(model: object) -> None:
+    """Refuse a description of a model that no message holds.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"model must map fields to texts, got {type(model).__name__}")
+    for name, value in model.items():
+        if not _is_name(name) or not _is_name(value):
+            raise ConfigError(f"model: {name!r:.80}={value!r:.80} must be texts of at most {MAX_NAME} characters")
+
+
+def _is_name(text: object) -> bool:
+    """Whether a message takes it as a name."""
+    if not isinstance(text, str) or len(text) > MAX_NAME:
+        return False
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return True
 
 
 def pack_layout(layout: KVLayout) -> bytes:

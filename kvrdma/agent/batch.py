@@ -66,12 +66,27 @@ def read_batch(model_input: Any, block_size: int) -> list[Piece]:  # noqa: ANN40
         )
     pieces, start = [], 0
     for number, (length, salt) in enumerate(zip(lengths, salts, strict=True)):
+        if not isinstance(salt, bytes):
+            raise PlanError(f"the salt of prompt {number} must be bytes, got {type(salt).__name__}")
         if length < 1:
             raise PlanError(f"prompt {number} of the batch has {length} tokens: at least 1 is needed")
         blocks = _blocks_of(slots[start : start + length], block_size, number)
         pieces.append(Piece(tokens[start : start + length], blocks, start, salt))
         start += length
     return pieces
+
+
+def read_starts(model_input: Any, count: int) -> list[int]:  # noqa: ANN401 - duck-typed
+    """Say how many tokens of each of ``count`` prompts are in the caches already.
+
+    Raises:
+        PlanError: ``context_lens`` are no lengths, or not one per prompt.
+    """
+    given = getattr(model_input, "context_lens", None)
+    lengths = _integers("context_lens", () if given is None else given).tolist() or [0] * count
+    if len(lengths) != count:
+        raise PlanError(f"{len(lengths)} context_lens for {count} prompts: one is needed for each, or none at all")
+    return lengths
 
 
 def _attribute(model_input: Any, name: str) -> Any:  # noqa: ANN401

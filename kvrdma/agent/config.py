@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import msgspec
+
 from kvrdma.errors import ConfigError
+from kvrdma.handshake import check_model
 from kvrdma.page_format import Kind
 from kvrdma.topology import EngineShape
 
@@ -59,6 +62,18 @@ class CacheFacts:
     dtype: str | None = None
     kv_split: bool = True
 
+    def __post_init__(self) -> None:
+        """Refuse what no cache can be.
+
+        Raises:
+            ConfigError: names the field.
+        """
+        for name, least in (("block_size", 1), ("num_kv_heads", 1), ("tp_size", 1), ("first_layer", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"CacheFacts: {name}={value!r} is not a whole number from {least}")
+        check_model(self.model)
+
     @property
     def is_mla(self) -> bool:
         """Whether the cache is one latent per token."""
@@ -71,7 +86,13 @@ class CacheFacts:
         return EngineShape(min(self.tp_size, heads), self.num_kv_heads, is_mla=self.is_mla)
 
     def share(self, rank: int) -> int:
-        """Say which share of the heads a rank holds."""
+        """Say which share of the heads a rank holds.
+
+        Raises:
+            ConfigError: there is no such rank.
+        """
+        if type(rank) is not int or rank < 0:
+            raise ConfigError(f"rank {rank!r} is not a whole number from 0")
         return rank % self.tp_size * self.shape.tp_size // self.tp_size
 
 
@@ -115,8 +136,10 @@ class ConnectorOptions:
         Raises:
             ConfigError: one is unknown, or its value cannot be used; names it.
         """
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"kv_connector_extra_config must be a mapping, got {type(extra).__name__}")
         known = {each.name for each in fields(cls)}
-        unknown = sorted(set(extra) - known)
+        unknown = sorted(str(name) for name in set(extra) - known)
         if unknown:
             raise ConfigError(
                 f"kv_connector_extra_config: unknown {', '.join(unknown)}; known: {', '.join(sorted(known))}"
@@ -124,12 +147,20 @@ class ConnectorOptions:
         values = dict(extra)
         if isinstance(values.get("stores"), str):
             values["stores"] = [each.strip() for each in values["stores"].split(",") if each.strip()]
-        options = cls(**values)
+        try:
+            options = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"kv_connector_extra_config: {error}") from None
         for name in ("send_timeout_s", "recv_timeout_s", "look_timeout_s"):
             if not 0 < getattr(options, name) <= 86400:
                 raise ConfigError(
                     f"kv_connector_extra_config: {name}={getattr(options, name)} is no time of 0 to 86400 s"
                 )
+        least = {"replicas": 1, "serve_bytes": 0, "store_block_tokens": 1, "states_bytes": 1}
+        for name, smallest in least.items():
+            value = getattr(options, name)
+            if value is not None and value < smallest:
+                raise ConfigError(f"kv_connector_extra_config: {name}={value} must be at least {smallest}")
         if not options.stores and not options.serve_bytes:
             raise ConfigError(
                 "kv_connector_extra_config: give stores=['HOST:PORT', ...] (started by `kvrdma store serve`), or "

@@ -9,10 +9,11 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from kvrdma.agent.batch import ModelInput, Piece, read_batch
+from kvrdma.agent.batch import ModelInput, Piece, read_batch, read_starts
 from kvrdma.agent.config import AgentConfig, ConnectorOptions
 from kvrdma.agent.factory import Given, States
 from kvrdma.agent.states import StatesPort, join_states, slice_states
@@ -110,8 +111,8 @@ class StoreConnector:
         deadline_s = time.monotonic() + self.options.recv_timeout_s
         port = self._open(kv_caches)
         pieces = read_batch(model_input, self._facts.block_size)
-        known = list(getattr(model_input, "context_lens", ())) or [0] * len(pieces)
-        prompts = [replace(self._prompt(port, piece), start=start) for piece, start in zip(pieces, known, strict=True)]
+        starts = read_starts(model_input, len(pieces))
+        prompts = [replace(self._prompt(port, piece), start=start) for piece, start in zip(pieces, starts, strict=True)]
         tokens = port.get(prompts, self.options.recv_timeout_s, look_s=self.options.look_timeout_s)
         complete = bool(pieces) and all(got == len(piece.tokens) for got, piece in zip(tokens, pieces, strict=True))
         states = None
@@ -200,12 +201,13 @@ class StoreConnector:
     def close(self) -> None:
         """Close engines, connections and the store. Idempotent."""
         self._closed = True
-        if self._states is not None:
-            self._states.close()
-        if self._engine is not None:
-            self._engine.close()
-        self.stores.close()
-        self._close_server()
+        with ExitStack() as stack:  # a defect that comes out of one keeps the others from nothing
+            stack.callback(self._close_server)
+            stack.callback(self.stores.close)
+            if self._engine is not None:
+                stack.callback(self._engine.close)
+            if self._states is not None:
+                stack.callback(self._states.close)
 
     def _close_server(self) -> None:
         if self.server is not None:

@@ -55,8 +55,11 @@ def register_connector(name: str, module: str, class_name: str) -> None:
         class_name: called as ``class_name(rank, local_rank, config)``.
 
     Raises:
-        ConfigError: the name is taken.
+        ConfigError: the name is taken, or something is no text.
     """
+    for given in (name, module, class_name):
+        if type(given) is not str or not given:
+            raise ConfigError(f"a connector is registered by three texts, got {given!r}")
     with _lock:
         if name in _places:
             raise ConfigError(
@@ -88,7 +91,7 @@ def create_connector(rank: int, local_rank: int, config: AgentConfig) -> AgentCo
     module, class_name = place
     try:
         factory = getattr(importlib.import_module(module), class_name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:  # the last: a name that cannot be one
         raise ConfigError(f"connector {name!r} ({module}.{class_name}) cannot be loaded: {error}") from error
     connector: AgentConnector = factory(rank, local_rank, config)
     return connector

@@ -53,10 +53,11 @@ def slice_states(states: Any, spans: Sequence[tuple[int, int]]) -> list[bytes]: 
         spans: where in the batch the tokens of each prompt are.
 
     Raises:
-        PlanError: the first axis of a tensor is neither.
+        PlanError: something is no tensor, or its first axis is neither.
     """
     single = not isinstance(states, Mapping) and not hasattr(states, "tensors")
     named: Mapping[str, Any] = {"": states} if single else getattr(states, "tensors", states)
+    _check_tensors(named)
     total = spans[-1][1] if spans else 0
     counts = {int(tensor.shape[0]) for tensor in named.values()}
     if counts not in ({total}, {len(spans)}):
@@ -67,6 +68,18 @@ def slice_states(states: Any, spans: Sequence[tuple[int, int]]) -> list[bytes]: 
     per_token = counts == {total}
     rows = spans if per_token else [(number, number + 1) for number in range(len(spans))]
     return [_pack({name: each[lo:hi] for name, each in named.items()}, single, per_token) for lo, hi in rows]
+
+
+def _check_tensors(named: object) -> None:
+    import torch
+
+    found = list(named.values()) if isinstance(named, Mapping) else [named]
+    strange = [each for each in found if not isinstance(each, torch.Tensor) or not each.dim()]
+    if strange:
+        raise PlanError(
+            "states must be torch tensors of one row per token or per prompt, or a mapping of such; got "
+            f"{type(strange[0]).__name__} of shape {tuple(getattr(strange[0], 'shape', ()))}"
+        )
 
 
 def _pack(named: Mapping[str, Any], single: bool, per_token: bool) -> bytes:  # noqa: FBT001 - private
@@ -98,6 +111,10 @@ def join_states(pieces: Sequence[bytes], device: Any) -> Any:  # noqa: ANN401 - 
     names = [name for name, _, _ in first.tensors]
     if any(list(tensors) != names for _, tensors in opened):
         raise MessageError("the states of the batch's prompts have different names")
+    for name in names:
+        kinds = {(tensors[name].dtype, tensors[name].shape[1:]) for _, tensors in opened}
+        if len(kinds) > 1:
+            raise MessageError(f"the states {name!r} of the batch's prompts differ: {sorted(map(str, kinds))}")
     joined = {name: torch.cat([tensors[name] for _, tensors in opened]).to(device) for name in names}
     return joined[""] if first.single else IntermediateTensors(joined)
 
@@ -114,6 +131,8 @@ def _unpack(piece: bytes) -> tuple[_Header, dict[str, Any]]:
             kind = getattr(torch, dtype, None)
             if not isinstance(kind, torch.dtype):
                 raise MessageError(f"states of dtype {dtype!r}: torch has none of that name")
+            if not shape:
+                raise MessageError(f"states {name!r} have no rows")
             count = int(np.prod(shape, dtype=np.int64))
             if count:
                 content = bytearray(piece[offset : offset + count * kind.itemsize])

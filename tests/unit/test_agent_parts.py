@@ -6,12 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvrdma.agent import AgentConfig, CacheFacts, KVTransferAgent, ModelInput, TransferConfig, register_connector
-from kvrdma.agent.batch import read_batch
+from kvrdma.agent.batch import read_batch, read_starts
 from kvrdma.agent.config import ConnectorOptions
 from kvrdma.agent.factory import unregister_connector
 from kvrdma.errors import ConfigError, MessageError, PlanError
@@ -79,6 +80,25 @@ def test_an_agent_passes_through_to_the_connector_it_made(recorder: str) -> None
         (TransferConfig(kv_connector_extra_config={"stores": "a"}), "HOST:PORT"),
         (TransferConfig(kv_connector_extra_config={"stores": "a:1", "send_timeout_s": 0}), "send_timeout_s=0"),
         (TransferConfig(kv_connector_extra_config={"stores": "a:1,b:1", "replicas": 3}), "replicas=3"),
+        (TransferConfig(kv_connector_extra_config=[1]), "must be a mapping, got list"),  # type: ignore[arg-type]
+        (TransferConfig(kv_connector_extra_config={5: 1}), "unknown 5; known"),  # type: ignore[dict-item]
+        *(
+            (TransferConfig(kv_connector_extra_config={"stores": "a:1", **extra}), says)
+            for extra, says in (
+                ({"stores": 5}, "Expected `array`, got `int` - at `.*stores`"),
+                ({"send_timeout_s": "5"}, "got `str` - at `.*send_timeout_s`"),
+                ({"recv_timeout_s": None}, "got `null` - at `.*recv_timeout_s`"),
+                ({"look_timeout_s": float("nan")}, "look_timeout_s=nan"),
+                ({"replicas": True}, "got `bool` - at `.*replicas`"),
+                ({"replicas": 0}, "replicas=0 must be at least 1"),
+                ({"serve_bytes": "1GiB"}, "got `str` - at `.*serve_bytes`"),
+                ({"serve_bytes": -1}, "serve_bytes=-1"),
+                ({"serve_bind": 5}, "serve_bind"),
+                ({"store_block_tokens": 0}, "store_block_tokens=0"),
+                ({"states": "no"}, "got `str` - at `.*states`"),  # which is true
+                ({"states_bytes": -5}, "states_bytes=-5"),
+            )
+        ),
     ],
 )
 def test_configurations_that_cannot_work(transfer: TransferConfig | None, says: str) -> None:
@@ -126,6 +146,36 @@ def test_ranks_that_hold_the_same_heads_count_once(
     assert [facts.share(rank) for rank in range(len(shares))] == shares
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp_size": 0}, "tp_size=0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"block_size": "4"}, "block_size='4'"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"first_layer": -1}, "first_layer=-1"),
+        ({"model": None}, "model must map fields to texts"),
+        ({"model": {"a": 5}}, "'a'=5 must be texts"),
+        ({"model": {"a": "x" * 257}}, "must be texts of at most 256 characters"),
+    ],
+)
+def test_facts_of_no_cache(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        replace(FACTS, **given)
+
+
+@pytest.mark.parametrize("rank", [-1, None, True])
+def test_ranks_of_no_engine(rank: int) -> None:
+    with pytest.raises(ConfigError, match="is not a whole number from 0"):
+        FACTS.share(rank)
+
+
+@pytest.mark.parametrize("given", [(5, "a", "b"), ("", "a", "b"), ("x", "", "b"), ("x", "a", None)])
+def test_connectors_without_a_name(given: tuple[str, str, str]) -> None:
+    with pytest.raises(ConfigError, match="registered by three texts"):
+        register_connector(*given)
+
+
 # Batches
 
 
@@ -153,12 +203,22 @@ def test_a_batch_is_taken_apart() -> None:
         (ModelInput([1.0, 2.0], [2], [4, 5]), "input_tokens must be integers"),
         (ModelInput([], [0], []), "prompt 0 of the batch has 0 tokens"),
         (ModelInput([1], [1], [4], salts=[b"", b""]), "2 salts"),
+        (ModelInput([1], [1], [4], salts=["tenant"]), "salt of prompt 0 must be bytes, got str"),  # type: ignore[list-item]
         (SimpleNamespace(input_tokens=[1]), "needs slot_mapping: SimpleNamespace has none"),
     ],
 )
 def test_batches_that_do_not_add_up(batch: object, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         read_batch(batch, 4)
+
+
+def test_what_is_in_place_already() -> None:
+    assert read_starts(ModelInput([], [], []), 2) == [0, 0]
+    assert read_starts(SimpleNamespace(), 2) == [0, 0]
+    assert read_starts(SimpleNamespace(context_lens=np.array([3, 0])), 2) == [3, 0]
+    for lengths, says in (([3], "1 context_lens for 2 prompts"), ([3.5, 0], "must be integers")):
+        with pytest.raises(PlanError, match=says):
+            read_starts(SimpleNamespace(context_lens=lengths), 2)
 
 
 # States
@@ -197,6 +257,19 @@ def test_states_of_neither_tokens_nor_prompts() -> None:
         slice_states(torch.zeros(4, 2), SPANS)
     with pytest.raises(PlanError, match=r"\[3, 9\] rows"):
         slice_states({"a": torch.zeros(9, 2), "b": torch.zeros(3, 2)}, SPANS)
+
+
+@pytest.mark.parametrize("states", [np.zeros((9, 2)), "abc", [torch.zeros(9, 2)], {"a": None}, torch.zeros(())])
+def test_states_that_are_none(states: object) -> None:
+    with pytest.raises(PlanError, match="states must be torch tensors"):
+        slice_states(states, SPANS)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(9, 5), torch.zeros(9, 4).half(), torch.zeros(9, 4, 1)])
+def test_states_of_two_senders_that_do_not_fit(other: object) -> None:
+    one, two = slice_states(torch.zeros(9, 4), SPANS), slice_states(other, SPANS)
+    with pytest.raises(MessageError, match="of the batch's prompts differ"):
+        join_states([one[0], two[1]], "cpu")
 
 
 def test_damaged_states() -> None:

@@ -152,3 +152,11 @@ def test_nobody_is_told_to_ask_himself(bind: str) -> None:
             assert isinstance(engine.wait(30)[0], PullDone)
         with Engine({"a": cache()}, SPEC, WHO, replace(config, advertise="127.0.0.1")) as engine:
             assert engine.publish("r", [1, 2], 32).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, "\ud800", None, 5])
+def test_names_that_no_peer_would_read(name: str) -> None:
+    with pytest.raises(ConfigError, match="engine_id must be a text of 1 to 256 characters"):
+        replace(WHO, engine_id=name)
+    with pytest.raises(ConfigError, match="must be texts of at most 256 characters"):
+        replace(WHO, model={"model": name or 5})
