@@ -20,6 +20,7 @@ import zmq
 
 from kvrdma import wire
 from kvrdma.errors import KVRDMAError
+from kvrdma.sidechannel.context import new_context
 from kvrdma.sidechannel.curve import KeyPair, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.wire import Message
@@ -61,7 +62,7 @@ class Outbox:
         if secret is not None:
             self._keys = key_pair(secret, "client"), key_pair(secret, "server").public
         self._clock = clock
-        self._context = zmq.Context()
+        self._context = new_context()
         self._queue: deque[tuple[Endpoint, Message, float]] = deque()
         self._boxes: dict[Endpoint, _Box] = {}
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -182,7 +183,21 @@ class Outbox:
             letter.sent_s = float("-inf")
 
     def _open(self, endpoint: Endpoint) -> _Box | None:
-        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket = self._context.socket(zmq.DEALER)
+        except zmq.ZMQError as error:  # descriptors have run out
+            _log.warning("mailbox %s cannot be reached: %s", endpoint, error)
+            return None
+        try:
+            self._connect(socket, endpoint)
+        except (KVRDMAError, zmq.ZMQError) as error:
+            _log.warning("mailbox %s cannot be reached: %s", endpoint, error)
+            socket.close(0)
+            return None
+        box = self._boxes[endpoint] = _Box(socket, self._clock())
+        return box
+
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: Endpoint) -> None:
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IPV6, 1),
@@ -199,11 +214,4 @@ class Outbox:
             socket.setsockopt(zmq.CURVE_SERVERKEY, theirs)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, ours.private)
-        try:
-            socket.connect(endpoint.url())
-        except (KVRDMAError, zmq.ZMQError) as error:
-            _log.warning("mailbox %s cannot be reached: %s", endpoint, error)
-            socket.close(0)
-            return None
-        box = self._boxes[endpoint] = _Box(socket, self._clock())
-        return box
+        socket.connect(endpoint.url())

@@ -285,4 +285,9 @@ def open_transport(name: str, **options: object) -> Transport:
         raise TransportUnavailableError(
             f"transport {name!r} ({points[name].value}) cannot be loaded: {error}; reinstall kvrdma"
         ) from error
-    return cast("Transport", factory(**options))
+    try:
+        return cast("Transport", factory(**options))
+    except OSError as error:  # a kernel interface that is missing, or descriptors that have run out
+        raise TransportUnavailableError(
+            f"transport {name!r} cannot be opened here: {error}", code=error.errno
+        ) from error

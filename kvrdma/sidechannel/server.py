@@ -15,6 +15,7 @@ import zmq
 from kvrdma import wire
 from kvrdma.errors import ConfigError, KVRDMAError, MessageError, ProtocolVersionError
 from kvrdma.sidechannel.backlog import BacklogWatch
+from kvrdma.sidechannel.context import new_context
 from kvrdma.sidechannel.curve import admit, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.sidechannel.holder import port_holder
@@ -77,7 +78,7 @@ class SideChannelServer:
         self.counts = ServerCounts()
         self._handler = handler
         self._client_public = key_pair(secret, "client").public if secret else None
-        self._context = zmq.Context()
+        self._context = new_context()
         self._defect: BaseException | None = None
         self._stop_url = f"inproc://stop-{id(self)}"
         try:
