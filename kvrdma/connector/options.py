@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from kvrdma.config import VARIABLES, Config
 from kvrdma.errors import ConfigError
 from kvrdma.sidechannel import Endpoint
 
+_LAST_PORT = 65535
 _ENV_ONLY = {"secret"}
 """Would show in process lists and logs."""
 _NIXL_NAMES = {"kv_lease_duration": "lease_s", "engine_ttl": "peer_idle_s"}
@@ -57,9 +59,16 @@ class ConnectorOptions:
         )
 
     def scheduler_bind(self, data_parallel_index: int) -> Endpoint:
-        """Give where the scheduler listens: a fixed port is shifted by the data-parallel rank."""
+        """Give where the scheduler listens: a fixed port is shifted by the data-parallel rank.
+
+        Raises:
+            ConfigError: beyond the last one.
+        """
         bind = Endpoint.parse(self.config.bind)
-        return Endpoint(bind.host, bind.port + data_parallel_index) if bind.port else bind
+        port = bind.port + data_parallel_index if bind.port else 0
+        if port > _LAST_PORT:
+            raise ConfigError(f"bind={bind}: no port is left for data-parallel rank {data_parallel_index}")
+        return Endpoint(bind.host, port)
 
     def worker_bind(self) -> str:
         """Give where a worker's mailbox listens: the same host, any port."""
@@ -84,6 +93,6 @@ def _flag(extra: Mapping[str, Any], key: str) -> bool:
 
 def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
     value = extra.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(f"kv_connector_extra_config: {key}={value!r} is not a number from 0")
     return float(value)

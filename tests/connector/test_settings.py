@@ -50,6 +50,9 @@ def test_extra_config_wins_over_the_environment() -> None:
         ({"lease_s": "soon"}, "KVRDMA_LEASE_S: 'soon' is not a number of seconds"),
         ({"bidirectional_kv_xfer": "yes"}, "bidirectional_kv_xfer='yes' is not true or false"),
         ({"kv_recompute_threshold": -1}, "kv_recompute_threshold=-1 is not a number from 0"),
+        ({"kv_recompute_threshold": float("nan")}, "kv_recompute_threshold=nan is not a number from 0"),
+        ({"kv_recompute_threshold": float("inf")}, "kv_recompute_threshold=inf is not a number from 0"),
+        ({"decoder_kv_blocks_ttl": float("nan")}, "decoder_kv_blocks_ttl=nan is not a number from 0"),
     ],
 )
 def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
@@ -62,10 +65,13 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
 
 def test_data_parallel_ranks_listen_side_by_side() -> None:
     from kvrdma.connector.options import ConnectorOptions
+    from kvrdma.errors import ConfigError
 
     options = ConnectorOptions.read({"bind": "[::1]:5600"}, {})
     assert [str(options.scheduler_bind(rank)) for rank in (0, 3)] == ["[::1]:5600", "[::1]:5603"]
     assert options.worker_bind() == "[::1]:0"
+    with pytest.raises(ConfigError, match="no port is left for data-parallel rank 7"):
+        ConnectorOptions.read({"bind": "[::1]:65530"}, {}).scheduler_bind(7)
     assert ConnectorOptions.read({}, {}).scheduler_bind(3).port == 0
 
 
