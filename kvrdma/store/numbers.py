@@ -92,8 +92,9 @@ class Exporter:
         registry.register(_Collector(source.stats))
         try:
             started: tuple[WSGIServer, Thread] = start_http_server(bind.port, addr=bind.host, registry=registry)
-        except OSError as error:
-            raise ConfigError(f"metrics cannot be served at {bind}: {error.strerror}; choose another port") from error
+        except (OSError, UnicodeError) as error:  # the latter: a host that no resolver takes
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"metrics cannot be served at {bind}: {why}; choose another port or host") from error
         self._server, self._thread = started
         self.endpoint = Endpoint(bind.host, int(self._server.server_address[1]))
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from kvrdma import __version__
 from kvrdma.config import Config
+from kvrdma.engine.opening import open_transports
 from kvrdma.errors import MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.store.filling import Filler
@@ -47,9 +48,12 @@ class StoreServer:
 
         Raises:
             ConfigError: a setting does not work, or a package is missing.
+            TransportError: a transport that is set does not work.
         """
         new_hasher()  # here rather than at the first offer
         config = config or Config.from_env()
+        for transport in open_transports(config)[0]:
+            transport.close()
         bind = Endpoint.parse(config.bind)
         told = bind.as_told(config.advertise)
         config = replace(

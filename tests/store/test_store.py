@@ -8,11 +8,12 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from kvrdma.errors import ConfigError, KVRDMAError, MessageError, PlanError
+from kvrdma.errors import ConfigError, KVRDMAError, MessageError, PlanError, TransportUnavailableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store import Prompt, Stores, StoreServer
 from kvrdma.store.numbers import DESCRIPTIONS, Exporter
@@ -312,6 +313,10 @@ def test_numbers_by_message_and_over_http(store: StoreServer) -> None:
         (lambda: StoreServer(100, cma()), "needs 65536 bytes"),
         (lambda: StoreServer(1 << 60, cma()), "does not fit into memory"),
         (lambda: StoreServer(1 << 20, cma(bind="0.0.0.0:0", insecure=True)), "--advertise"),
+        (
+            lambda: Exporter(SimpleNamespace(stats=dict), Endpoint("a..b", 0)),
+            r"metrics cannot be served at a..b:0: .*idna",
+        ),
         (lambda: Stores([]), "got none"),
         (lambda: Stores(["a:1", "a:1"]), "each once"),
         (lambda: Stores(["a"]), "HOST:PORT"),
@@ -321,6 +326,11 @@ def test_numbers_by_message_and_over_http(store: StoreServer) -> None:
 def test_settings_that_cannot_work(what: object, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         what()  # type: ignore[operator]
+
+
+def test_a_transport_that_does_not_work_is_told_at_the_start() -> None:
+    with pytest.raises(TransportUnavailableError, match="'nope' is not installed"):
+        StoreServer(1 << 20, replace(cma(), transports=("nope",)))
 
 
 def test_blocks_too_large_for_the_store_are_misses() -> None:
