@@ -21,6 +21,7 @@ from kvrdma.errors import (
     ProtocolVersionError,
     UnreachableError,
 )
+from kvrdma.sidechannel.context import new_context
 from kvrdma.sidechannel.curve import key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.sidechannel.greeting import mechanism_of
@@ -55,12 +56,13 @@ class SideChannelClient:
 
         Raises:
             UnreachableError: the host name is unknown.
+            ConfigError: too few descriptors are left.
         """
         self.endpoint = endpoint
         self._refused_s = refused_s
         self._secret = secret
         self._url = endpoint.url()
-        self._context = zmq.Context()
+        self._context = new_context()
         self._last_id = 0
         self._open = False
         self._connect()
