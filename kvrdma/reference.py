@@ -8,7 +8,7 @@ anybody's hands.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -52,6 +52,20 @@ class _Params(msgspec.Struct, frozen=True):
     dcp_across_tp: bool = False
 
 
+class PeerKey(NamedTuple):
+    """One start of one engine, as a reference describes it.
+
+    References come from clients, and may be altered: what leads nowhere must not stand for what does.
+    """
+
+    engine_id: str
+    generation: int
+    host: str
+    port: int
+    split: tuple[int, int, int, int, bool]
+    """``tp_size``, ``dcp_size``, ``pp_size``, ``interleave`` and ``dcp_across_tp``."""
+
+
 class PullReference(msgspec.Struct, frozen=True):
     """One published request, as a consumer sees it."""
 
@@ -76,6 +90,12 @@ class PullReference(msgspec.Struct, frozen=True):
     dcp_across_tp: bool = False
     live: bool = False
     """Every rank had prepared the lease, and the KV was computed, before this was given out."""
+
+    @property
+    def peer(self) -> PeerKey:
+        """Everything that the connection to its engine depends on."""
+        split = self.tp_size, self.dcp_size, self.pp_size, self.interleave, self.dcp_across_tp
+        return PeerKey(self.engine_id, self.engine_generation, self.host, self.port, split)
 
     def to_params(self) -> dict[str, Any]:
         """Give the JSON-able object of ``kv_transfer_params``."""

@@ -16,7 +16,7 @@ from kvrdma.connector.metrics import Counts
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import MessageError
 from kvrdma.plan import TokenRange
-from kvrdma.reference import PullReference
+from kvrdma.reference import PeerKey, PullReference
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -73,7 +73,7 @@ class Loads:
         self._expects_params = expects_params
         self._clock = clock
         self._wishes: dict[str, _Wish] = {}
-        self._breakers: OrderedDict[tuple[str, int], CircuitBreaker] = OrderedDict()
+        self._breakers: OrderedDict[PeerKey, CircuitBreaker] = OrderedDict()
         self._silent_until_s: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ class Loads:
 
     def _breaker(self, reference: PullReference) -> CircuitBreaker:
         """The breaker of one start of a producer."""
-        key = reference.engine_id, reference.engine_generation
+        key = reference.peer
         found = self._breakers.get(key)
         if found is None:
             config = self._options.config

@@ -23,7 +23,7 @@ from kvrdma.errors import (
 from kvrdma.handshake import Identity
 from kvrdma.layout import KVLayout
 from kvrdma.plan import Planner
-from kvrdma.reference import PullReference
+from kvrdma.reference import PeerKey, PullReference
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.topology import EngineShape, RankId
 from kvrdma.transport import Peer, Transport
@@ -74,8 +74,7 @@ class Reader:
 class PeerEngine:
     """A connected peer engine; ``links`` follow the planner's sources."""
 
-    engine_id: str
-    generation: int
+    key: PeerKey
     planner: Planner
     links: tuple[RankLink, ...]
     tell: tuple[Reader, ...]
@@ -129,7 +128,7 @@ def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
         for link in links:
             link.transport.disconnect(link.peer)
         raise
-    return PeerEngine(reference.engine_id, reference.engine_generation, planner, tuple(links), tell, tuple(why))
+    return PeerEngine(reference.peer, planner, tuple(links), tell, tuple(why))
 
 
 def allowed(endpoint: Endpoint, allow: Sequence[str]) -> Endpoint:

@@ -66,5 +66,5 @@ def transport_lines(
         details = ", ".join(f"{key} {value}" for key, value in able.details.items())
         lines.append(f"  transport {name}: {kind}, reach {able.reach}{', ' + details if details else ''}")
     lines += [f"  transport {name}: refused: {why}" for name, why in refused.items()]
-    lines += [f"  peer {peer.engine_id}: {' | '.join(peer.why)}" for peer in peers]
+    lines += [f"  peer {peer.key.engine_id}: {' | '.join(peer.why)}" for peer in peers]
     return lines

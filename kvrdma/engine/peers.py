@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from kvrdma.breaker import CircuitBreaker
 from kvrdma.config import Config
@@ -14,7 +14,7 @@ from kvrdma.engine.events import Stats
 from kvrdma.engine.links import PeerEngine
 from kvrdma.engine.loop import Loop
 from kvrdma.errors import ConnectError, IncompatibleError, KVRDMAError, PeerUnavailableError
-from kvrdma.reference import PullReference
+from kvrdma.reference import PeerKey, PullReference
 from kvrdma.transport import PeerId
 
 MAX_HANDSHAKES = 64
@@ -27,13 +27,6 @@ _log = logging.getLogger(__name__)
 
 Waiter: TypeAlias = Callable[[PeerEngine | KVRDMAError], None]
 """Called in the data thread, once."""
-
-
-class PeerKey(NamedTuple):
-    """One start of one engine."""
-
-    engine_id: str
-    generation: int
 
 
 class Sparing:
@@ -88,7 +81,7 @@ class Peers:
 
     def find(self, reference: PullReference, waiter: Waiter) -> None:
         """Hand the connected peer, or why there is none, to ``waiter``: at once if that is known."""
-        key = _key(reference)
+        key = reference.peer
         peer = self._ready.get(key)
         if peer is not None:
             peer.used_s = self._loop.now()
@@ -123,7 +116,7 @@ class Peers:
             if self._closed:
                 result.disconnect()
                 return
-            for old in [other for other in self._ready if other.engine_id == key.engine_id]:
+            for old in [one for one in self._ready if _succeeds(key, one)]:
                 _log.info("engine %s was restarted: the connection to its predecessor is dropped", key.engine_id)
                 self.drop(self._ready[old], blame=False)
             result.used_s = self._loop.now()
@@ -154,18 +147,17 @@ class Peers:
 
     def succeeded(self, reference: PullReference) -> None:
         """Note that a pull from a peer has succeeded."""
-        self._breaker(_key(reference)).record_success()
+        self._breaker(reference.peer).record_success()
 
     def drop(self, peer: PeerEngine, *, blame: bool) -> None:
         """Disconnect a peer; the next pull from it starts with a new handshake. Idempotent.
 
         A connection is blamed once, however many pulls were on it.
         """
-        key = PeerKey(peer.engine_id, peer.generation)
-        if self._ready.get(key) is peer:
-            del self._ready[key]
+        if self._ready.get(peer.key) is peer:
+            del self._ready[peer.key]
             if blame:
-                self._breaker(key).record_failure()
+                self._breaker(peer.key).record_failure()
             peer.disconnect()
 
     def lose(self, transport: str, peer_id: PeerId) -> None:
@@ -184,7 +176,7 @@ class Peers:
 
     def known(self, reference: PullReference) -> PeerEngine | None:
         """Give the connected peer of a reference, if there is one."""
-        return self._ready.get(_key(reference))
+        return self._ready.get(reference.peer)
 
     def once_known(self, reference: PullReference, then: Callable[[PeerEngine], None]) -> None:
         """Do something with a peer that is connected, or once a handshake under way succeeds; starts none."""
@@ -193,7 +185,7 @@ class Peers:
             if isinstance(peer, PeerEngine):
                 then(peer)
 
-        key = _key(reference)
+        key = reference.peer
         if key in self._ready:
             then(self._ready[key])
         elif key in self._connecting:
@@ -211,5 +203,6 @@ class Peers:
             self.drop(peer, blame=False)
 
 
-def _key(reference: PullReference) -> PeerKey:
-    return PeerKey(reference.engine_id, reference.engine_generation)
+def _succeeds(key: PeerKey, other: PeerKey) -> bool:
+    """Whether both are starts of one engine, and different ones."""
+    return key.engine_id == other.engine_id and key.generation != other.generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,23 +16,26 @@ import pytest
 
 from kvrdma.engine import Engine
 from kvrdma.engine.digest import compare_digests
-from kvrdma.engine.links import Ask
+from kvrdma.engine.links import Ask, PeerEngine
 from kvrdma.engine.pull import Pull
 from kvrdma.errors import (
     AuthenticationError,
     ConfigError,
     DataError,
     IncompatibleError,
+    KVRDMAError,
     MessageError,
     PeerLostError,
     PeerUnavailableError,
     PlanError,
+    PullAbortedError,
     PullError,
     TransportError,
     UnreachableError,
 )
 from kvrdma.handshake import Identity
 from kvrdma.plan import TokenRange
+from kvrdma.reference import PullReference
 from kvrdma.sidechannel import Endpoint
 from kvrdma.testing import Fault
 from kvrdma.transport import open_transport
@@ -171,13 +175,18 @@ def test_secrets_that_differ(theirs: str | None, ours: str | None) -> None:
         assert producer.ranks[0].engine.stats()["leases"] == 1
 
 
-def test_the_breaker_opens_and_pulls_fail_at_once() -> None:
+def test_the_breaker_opens_and_pulls_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=3.0, control_timeout_s=2.0)
     with Side(MODEL, config=config) as producer, Side(MODEL, config=config) as consumer:
         rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
-        nowhere = msgspec.structs.replace(reference, port=1)
-        for number in range(2):
-            assert isinstance(failed(rank.pull(number, nowhere, [2])).reason, UnreachableError)
+        with monkeypatch.context() as patch:
+
+            def unreachable(_: PullReference) -> PeerEngine:
+                raise UnreachableError("the network is down")
+
+            patch.setattr(rank.engine._peers, "_connect", unreachable)
+            for number in range(2):
+                assert isinstance(failed(rank.pull(number, reference, [2])).reason, UnreachableError)
         began_s = time.monotonic()
         assert isinstance(failed(rank.pull(3, reference, [2])).reason, PeerUnavailableError)
         assert time.monotonic() - began_s < 0.9  # and not after the 2 s that a handshake takes to fail
@@ -185,6 +194,33 @@ def test_the_breaker_opens_and_pulls_fail_at_once() -> None:
         time.sleep(3.0)
         done(rank.pull(4, reference, [2]))  # the probe; it closes the breaker
         done(rank.pull(5, producer.publish(2, [3], 4), [4]))
+
+
+@pytest.mark.parametrize("altered", [{"port": 1}, {"host": "127.0.0.9"}, {"tp_size": 64}, {"pp_size": 2}], ids=str)
+def test_references_that_lead_nowhere_are_not_held_against_the_engine_they_name(altered: dict[str, Any]) -> None:
+    config = replace(SMALL, breaker_threshold=1, breaker_cooldown_s=3600)
+    with Side(MODEL, config=config) as producer, Side(MODEL, config=config) as consumer:
+        rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
+        nowhere = msgspec.structs.replace(reference, **altered)
+        for number in range(3):
+            assert isinstance(failed(rank.pull(number, nowhere, [2])).reason, KVRDMAError)
+        done(rank.pull(3, reference, [2]))
+        failed(rank.pull(4, nowhere, [3]))
+        assert rank.engine.stats()["peers"] == 1  # the connection that works stays
+
+
+def test_a_handshake_with_a_silent_listener_holds_up_nobody_else() -> None:
+    config = replace(SMALL, control_timeout_s=3600, pull_timeout_s=3600)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        Side(MODEL) as producer,
+        Side(MODEL, config=config) as consumer,
+    ):
+        rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
+        rank.engine.pull("never", msgspec.structs.replace(reference, port=silent.getsockname()[1]), [2])
+        done(rank.pull("good", reference, [3]))
+        rank.engine.abort("never")
+        assert isinstance(failed(rank.wait_for()[0]).reason, PullAbortedError)
 
 
 def test_many_pulls_on_one_broken_connection_are_one_failure(scene: Scene) -> None:
