@@ -173,9 +173,10 @@ class SideChannelClient:
         elif kind == zmq.EVENT_CONNECT_RETRIED and not self._connected:
             now_s = time.monotonic()
             self._refused_at_s = min(self._refused_at_s, now_s)
-            if now_s - self._refused_at_s >= self._refused_s:
+            refused_s = now_s - self._refused_at_s
+            if refused_s >= self._refused_s:
                 raise UnreachableError(
-                    f"nobody listens at {self.endpoint} (refused for {now_s - self._refused_at_s:.1f} s): its process "
+                    f"nobody listens at {self.endpoint} (refused, or no way there, for {refused_s:.1f} s): its process "
                     "has ended, or check host, port and firewall"
                 )
         elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:

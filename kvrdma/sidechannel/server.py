@@ -83,6 +83,8 @@ class SideChannelServer:
         self._stop_url = f"inproc://stop-{id(self)}"
         try:
             self._stopping = self._open(zmq.PAIR, self._stop_url)
+            self._stop = self._open(zmq.PAIR, None)  # now: later there may be no descriptor for it
+            self._stop.connect(self._stop_url)
             self._router = self._open(zmq.ROUTER, None)
             self._listen(bind, secret)
         except BaseException:
@@ -145,10 +147,8 @@ class SideChannelServer:
         if os.getpid() != self._pid:
             return
         if self._thread.is_alive():
-            with self._context.socket(zmq.PAIR) as signal:
-                signal.connect(self._stop_url)
-                signal.send(b"")
-                self._thread.join(_CLOSE_TIMEOUT_S)
+            self._stop.send(b"")
+            self._thread.join(_CLOSE_TIMEOUT_S)
         if not self._thread.is_alive() and not self._context.closed:
             self._context.destroy(linger=500)
         defect, self._defect = self._defect, None
