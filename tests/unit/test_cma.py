@@ -22,12 +22,13 @@ from kvrdma.errors import (
     PeerLostError,
     PeerPermissionError,
     RegistrationError,
+    TransportUnavailableError,
 )
 from kvrdma.rows import as_rows
 from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
 from kvrdma.testing.target import PAGE, Reader, done, scattered
-from kvrdma.transport import Completion, Device, PeerLost, ReadFailed, wait
+from kvrdma.transport import Completion, Device, PeerLost, ReadFailed, open_transport, wait
 from kvrdma_cma import CmaTransport, denied
 from kvrdma_cma.transport import _ADDRESS, _Address
 
@@ -263,6 +264,15 @@ def test_address_layout_is_fixed() -> None:
     """Both ends may run different builds: the layout of blobs is part of version 1."""
     assert _ADDRESS.size == struct.calcsize("<16sQiQQ16s") == 60
     assert as_rows([]).shape == (0, 4)
+
+
+def test_without_proc_it_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> int:
+        raise FileNotFoundError(2, "No such file or directory", "/proc/self/ns/pid")
+
+    monkeypatch.setattr(denied, "pid_namespace", missing)
+    with pytest.raises(TransportUnavailableError, match="/proc/self/ns/pid"):
+        open_transport("cma")
 
 
 @pytest.mark.needs("cma")

@@ -78,11 +78,13 @@ class CmaTransport:
         Raises:
             ConfigError: fewer than 1 or more than 64 threads.
             TransportUnavailableError: the native module was not built for this machine.
+            OSError: there is no /proc.
         """
         del require_one_sided
         count = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
         if not 1 <= count <= 64:
             raise ConfigError(f"cma threads={count}: use 1 to 64")
+        denied.pid_namespace()  # needed for every address: without /proc nothing here works
         try:
             from kvrdma_cma._cma import Core
         except ImportError as error:
