@@ -22,7 +22,7 @@ from kvrdma.wire import AskStore, StoreNumbers
 
 _EPILOG = """\b
 Examples:
-  KVRDMA_SECRET=... kvrdma store serve --capacity 64GiB --bind 0.0.0.0:7480
+  KVRDMA_SECRET=... kvrdma store serve --capacity 64GiB --bind 10.0.0.7:7480
   kvrdma store stats HOST:PORT --json
 """
 
