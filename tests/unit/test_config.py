@@ -95,7 +95,7 @@ def test_a_variable_that_cannot_be_used_is_named(name: str, text: str) -> None:
 
 def test_what_can_be_used() -> None:
     config = Config(advertise="fe80::1%eth0", allow_peers=["host", "10.0.0.0/8", "::1"], lease_s=1)  # type: ignore[arg-type]
-    assert config.allow_peers == ["host", "10.0.0.0/8", "::1"]
+    assert list(config.allow_peers) == ["host", "10.0.0.0/8", "::1"]
 
 
 def test_a_secret_is_not_shown() -> None:

@@ -124,8 +124,12 @@ def test_a_mistake_is_told_at_the_call_and_costs_nobody_else_anything(
 
 def test_numbers_of_numpy_survive_json() -> None:
     with open_engine({"a": cache()}) as producer, open_engine({"a": cache()}) as engine:
-        reference = producer.publish("r", np.array([1, 2]), np.int64(32), first_blocks=[np.int32(0)])
-        engine.pull("r", json.loads(json.dumps(reference.to_params())), [5, 6], timeout_s=np.float32(30))
+        blocks: Any = np.array([1, 2])
+        tokens: Any = np.int64(32)
+        first: Any = np.int32(0)
+        limit_s: Any = np.float32(30)
+        reference = producer.publish("r", blocks, tokens, first_blocks=[first])
+        engine.pull("r", json.loads(json.dumps(reference.to_params())), [5, 6], timeout_s=limit_s)
         (done,) = engine.wait(30)
         assert isinstance(done, PullDone)
 
@@ -155,8 +159,8 @@ def test_nobody_is_told_to_ask_himself(bind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "\ud800", None, 5])
-def test_names_that_no_peer_would_read(name: str) -> None:
+def test_names_that_no_peer_would_read(name: object) -> None:
     with pytest.raises(ConfigError, match="engine_id must be a text of 1 to 256 characters"):
-        replace(WHO, engine_id=name)
+        replace(WHO, engine_id=name)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="must be texts of at most 256 characters"):
-        replace(WHO, model={"model": name or 5})
+        replace(WHO, model={"model": name or 5})  # type: ignore[dict-item]
