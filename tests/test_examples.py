@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 
 
 @pytest.mark.needs("torch")
@@ -38,3 +40,21 @@ def test_agents(name: str, says: list[str]) -> None:
     assert ended.returncode == 0, ended.stderr
     assert all(text in ended.stdout for text in says), ended.stdout
     assert "DIFFER" not in ended.stdout
+
+
+def test_pd_serve_says_what_it_lacks_before_it_starts_anything(tmp_path: Path) -> None:
+    bare = tmp_path / "python"  # without site-packages
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    script = tmp_path / "examples/pd_serve.sh"  # beside no .venv
+    script.parent.mkdir()
+    script.write_text((EXAMPLES / "pd_serve.sh").read_text())
+    env = {"PATH": os.environ["PATH"], "PYTHON": str(bare), "TMPDIR": str(tmp_path)}
+    before = set(tmp_path.rglob("*"))
+    ended = subprocess.run(["bash", script], env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2, ended.stderr
+    for name in ("vllm", "tokenizers", "kvrdma"):
+        assert f"No module named '{name}'" in ended.stderr
+    assert "scripts/setup dev" in ended.stderr
+    assert "waiting for two servers" not in ended.stderr
+    assert set(tmp_path.rglob("*")) == before
