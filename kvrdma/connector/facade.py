@@ -14,6 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvrdma.connector.groups import transfer_group_ids
 from kvrdma.connector.identity import check_supported
+from kvrdma.connector.logs import join_logs
 from kvrdma.connector.metadata import NO_WORK, StepMetadata
 from kvrdma.connector.options import ConnectorOptions
 
@@ -55,6 +56,7 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
             KVRDMAError: something is set that cannot work; says what.
         """
         super().__init__(vllm_config, role, kv_cache_config)
+        join_logs()
         check_supported(vllm_config)
         transfer = vllm_config.kv_transfer_config
         options = ConnectorOptions.read(transfer.kv_connector_extra_config or {})
