@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrdma.config import Config
-from kvrdma.engine import Ended, Engine, Event, PullDone, PullFailed, PullReleased
+from kvrdma.engine import End, Ended, Engine, Event, PullDone, PullFailed, PullReleased
+from kvrdma.errors import LeaseRevokedError
 from kvrdma.handshake import Identity
 from kvrdma.page_format import LayerSpec
 from kvrdma.reference import PullReference
@@ -244,6 +245,19 @@ def released(event: Event) -> PullReleased:
 
 
 IDLE = {"pulls": 0, "reads": 0, "held": 0, "landing": 0, "renewed": 0, "timers": 0, "connecting": 0, "quarantined": 0}
+
+
+def pulls_and_is_fenced(producer: Side, consumer: Side) -> PullDone:
+    """See one pull succeed, byte for byte, and another one end by the fence, in blocks 0 to 5; gives the first."""
+    rank = consumer.ranks[0]
+    reference = producer.publish(1, [8, 6, 7], 12)
+    event = done(rank.pull(1, reference, [0, 1, 2]))
+    assert rank.cache.wrong(1, [0, 1, 2], range(12)) == []
+    assert ended(producer.ranks[0].wait_for()[0]).how is End.DONE
+    late = producer.publish(2, [1, 2, 3], 12)
+    assert producer.ranks[0].engine.withdraw(2)
+    assert isinstance(failed(rank.pull(2, late, [3, 4, 5])).reason, LeaseRevokedError)
+    return event
 
 
 def busy(engine: Engine) -> dict[str, int]:

@@ -13,15 +13,13 @@ from contextlib import suppress
 
 import pytest
 
-from kvrdma.engine import End
-from kvrdma.errors import ConnectError, LeaseRevokedError, PeerLostError
+from kvrdma.errors import ConnectError, PeerLostError
 from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
 from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import PeerLost, ReadFailed, open_transport, wait
 from tests.helpers.faulty_pair import MODEL
-from tests.helpers.tagged import SMALL, Side, ended, failed
-from tests.helpers.tagged import done as pulled
+from tests.helpers.tagged import SMALL, Side, pulls_and_is_fenced
 
 pytestmark = pytest.mark.needs("verbs")
 open_verbs = functools.partial(open_transport, "verbs")
@@ -58,16 +56,7 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 
 def test_an_engine_pulls_and_its_fence_holds(sides: tuple[Side, Side]) -> None:
-    producer, consumer = sides
-    rank = consumer.ranks[0]
-    reference = producer.publish(1, [8, 6, 7], 12)
-    event = pulled(rank.pull(1, reference, [0, 1, 2]))
-    assert rank.cache.wrong(1, [0, 1, 2], range(12)) == []
-    assert "verbs" in event.via[0]
-    assert ended(producer.ranks[0].wait_for()[0]).how is End.DONE
-    late = producer.publish(2, [1, 2, 3], 12)
-    assert producer.ranks[0].engine.withdraw(2)
-    assert isinstance(failed(rank.pull(2, late, [3, 4, 5])).reason, LeaseRevokedError)
+    assert "verbs" in pulls_and_is_fenced(*sides).via[0]
 
 
 @pytest.mark.skipif(not NETDEV, reason="only the guest says which device carries RDMA")

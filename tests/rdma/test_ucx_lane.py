@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 
-from kvrdma.engine import End
-from kvrdma.errors import LeaseRevokedError
 from kvrdma.testing import PeerProcess, ProcessContract
 from kvrdma.testing import target as at
 from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import open_transport
 from tests.helpers.faulty_pair import MODEL
-from tests.helpers.tagged import SMALL, Side, ended, failed
-from tests.helpers.tagged import done as pulled
+from tests.helpers.tagged import SMALL, Side, pulls_and_is_fenced
 
 NETDEV = os.environ.get("NETDEV", "")
 pytestmark = [
@@ -108,14 +105,6 @@ def test_rows_between_two_processes() -> None:
 @pytest.mark.usefixtures("over_rc")
 def test_an_engine_pulls_and_its_fence_holds() -> None:
     producer, consumer = (Side(MODEL, transport=open_ucx, config=SMALL) for _ in range(2))
-    rank = consumer.ranks[0]
-    reference = producer.publish(1, [8, 6, 7], 12)
-    event = pulled(rank.pull(1, reference, [0, 1, 2]))
-    assert rank.cache.wrong(1, [0, 1, 2], range(12)) == []
-    assert "rc_verbs" in event.via[0]
-    assert ended(producer.ranks[0].wait_for()[0]).how is End.DONE
-    late = producer.publish(2, [1, 2, 3], 12)
-    assert producer.ranks[0].engine.withdraw(2)
-    assert isinstance(failed(rank.pull(2, late, [3, 4, 5])).reason, LeaseRevokedError)
+    assert "rc_verbs" in pulls_and_is_fenced(producer, consumer).via[0]
     producer.close()
     consumer.close()
