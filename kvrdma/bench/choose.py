@@ -46,7 +46,7 @@ class Candidates:
             transport.close()
             near.append(TransportUnavailableError(f"{transport.name} reaches no further than its own process"))
         if not far:
-            hint = f"use {AUTO} or one that reaches other processes ({', '.join(_reaching_further()) or 'none here'})"
+            hint = f"use {AUTO} or one that reaches other processes ({', '.join(reaching_further()) or 'none here'})"
             refused += [TransportUnavailableError(f"{error}: {hint}") for error in near]
         return Candidates(tuple(far), tuple(refused))
 
@@ -56,18 +56,23 @@ class Candidates:
             transport.close()
 
 
-def open_candidates(name: str, options: LinkOptions) -> Candidates:
+def open_candidates(name: str, options: LinkOptions, listed: Sequence[str] = ()) -> Candidates:
     """Open the transport ``name``, or for ``auto`` each that can register the device's memory.
 
     The nearer its reach the better (a same-host mechanism beats the network), then one-sided before emulated.
     Those that reach no further than this process come last.
+
+    Args:
+        name: of a transport, or ``auto``.
+        options: the device, and whether emulated reads are refused.
+        listed: what ``auto`` chooses from, best first; empty: all, in the order above.
 
     Raises:
         ConfigError: nothing installed here allocates the device's memory.
         TransportError: none can be opened; says why for each.
     """
     check_device(options.device)
-    names = sorted(installed_transports()) if name == AUTO else [name]
+    names = (list(listed) or sorted(installed_transports())) if name == AUTO else [name]
     opened: list[Transport] = []
     refused: list[TransportError] = []
     with contextlib.ExitStack() as stack:
@@ -87,18 +92,19 @@ def open_candidates(name: str, options: LinkOptions) -> Candidates:
         if not opened:
             raise _summary(refused)
         stack.pop_all()
-    return Candidates(tuple(sorted(opened, key=_preference)), tuple(refused))
+    return Candidates(tuple(opened if listed else sorted(opened, key=_preference)), tuple(refused))
 
 
-def _reaching_further() -> list[str]:
-    """Names of the transports that can be opened here and reach other processes."""
+def reaching_further(device_kind: str | None = None) -> list[str]:
+    """Names of the transports that can be opened here and reach other processes, and read such memory if given."""
     found: list[str] = []
     for name in sorted(installed_transports()):
         try:
             transport = open_transport(name)
         except TransportError:
             continue
-        if transport.capabilities().reach != "process":
+        able = transport.capabilities()
+        if able.reach != "process" and (device_kind is None or device_kind in able.memory_kinds):
             found.append(name)
         transport.close()
     return found

@@ -65,7 +65,8 @@ class Listed(click.ParamType[list[Any]]):
 _CHOICE = click.Choice(PATTERNS)
 _OPTIONS = (
     click.option("--transport", type=click.Choice([AUTO, *sorted(installed_transports())]), default=AUTO,
-                 show_default=True, help="auto: the nearest that works, same-host before network."),
+                 show_default=True, help="auto: the nearest that works, same-host before network; "
+                 "of KVRDMA_TRANSPORTS, where that is set, the first that works."),
     click.option("--nbytes", type=Size(), default="64MiB", show_default=True,
                  help="Of each read; K, M, G (or KB, KiB ...) are powers of 1024. Each side holds twice as much."),
     click.option("--block", type=Listed(Size(multiple_of=8)), default="4KiB,32KiB,1MiB", show_default=True,
@@ -89,7 +90,7 @@ _OPTIONS = (
                  help="Tokens of a KV block, with a KV shape."),
     click.option("--require-rdma", "--require-one-sided", is_flag=True,
                  help="Refuse reads that the peer's CPU would emulate. RDMA is one-sided, and so is reading another "
-                 "process of this host through the kernel."),
+                 "process of this host through the kernel. Also where KVRDMA_REQUIRE_ONE_SIDED=1."),
     click.option("--device", default="cpu", show_default=True, metavar="cpu|cuda:N", help="Memory here."),
     click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object on stdout."),
 )  # fmt: skip
@@ -114,6 +115,8 @@ class Test:
     request: str
     """For KV-shaped tests: ``"llama-3.1-8b tp 1: 8192 tokens"``, else empty."""
     more: More = field(default_factory=More)
+    listed: tuple[str, ...] = ()
+    """What ``auto`` chooses from, best first; empty: all."""
 
 
 def read_options(values: Mapping[str, Any], config: Config, given: Collection[str] = ()) -> Test:
@@ -121,7 +124,7 @@ def read_options(values: Mapping[str, Any], config: Config, given: Collection[st
 
     Args:
         values: every option.
-        config: deadlines.
+        config: deadlines, and what holds where ``--transport`` or ``--require-rdma`` is not typed.
         given: names of those that were typed: none may be without effect.
 
     Raises:
@@ -129,6 +132,7 @@ def read_options(values: Mapping[str, Any], config: Config, given: Collection[st
     """
     kv, label = _kv_shape(values)
     _refuse_unused(given, shaped=kv is not None)
+    listed = () if "transport" in given else _known(config.transports)
     if kv is None:
         shapes = [_plain_shape(values["nbytes"], block) for block in values["block"]]
         names = values["pattern"] or PATTERNS
@@ -143,7 +147,7 @@ def read_options(values: Mapping[str, Any], config: Config, given: Collection[st
     budget = {} if values["iters"] is None else {"budget_s": None}
     options = LinkOptions(
         device=Device.parse(values["device"]),
-        require_one_sided=values["require_rdma"],
+        require_one_sided=values["require_rdma"] or config.require_one_sided,
         iters=values["iters"] or _DEFAULT_ITERS,
         control_timeout_s=config.control_timeout_s,
         read_timeout_s=config.read_timeout_s,
@@ -151,7 +155,18 @@ def read_options(values: Mapping[str, Any], config: Config, given: Collection[st
     )
     cases = tuple(Case(name, shape) for name in names for shape in shapes)
     request = label if kv else ""
-    return Test(values["transport"], cases, options, values["as_json"], request, read_more(values, set(given)))
+    more = read_more(values, set(given))
+    return Test(values["transport"], cases, options, values["as_json"], request, more, listed)
+
+
+def _known(names: tuple[str, ...]) -> tuple[str, ...]:
+    installed = sorted(installed_transports())
+    for name in names:
+        if name not in installed:
+            raise ConfigError(
+                f"KVRDMA_TRANSPORTS: transport {name!r} is not installed; installed: {', '.join(installed)}"
+            )
+    return names
 
 
 def _refuse_unused(given: Collection[str], *, shaped: bool) -> None:

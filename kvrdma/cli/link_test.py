@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from kvrdma.bench.choose import Candidates, connect_first, open_candidates
+from kvrdma.bench.choose import Candidates, connect_first, open_candidates, reaching_further
 from kvrdma.bench.link import Link, LinkResult, measure
 from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.bench.room import check_room
@@ -22,7 +22,7 @@ from kvrdma.cli.link_report import print_result, progress_of
 from kvrdma.config import Config
 from kvrdma.errors import DataError, KVRDMAError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
-from kvrdma.transport import Device, installed_transports
+from kvrdma.transport import Device
 from kvrdma.wire import CloseLink
 
 PEER_DEADLINE_S = 3600.0
@@ -105,7 +105,7 @@ def connect(ctx: click.Context, /, endpoint: str, **values: Any) -> None:  # noq
             except UnreachableError as error:
                 error.add_note("is `kvrdma link-test serve` running there?")
                 raise
-            candidates = open_candidates(test.transport, test.options)
+            candidates = open_candidates(test.transport, test.options, test.listed)
             established = EstablishedControl(client)
 
             def end(link: Link) -> None:
@@ -133,11 +133,12 @@ def serve(bind: str, device: str, *, insecure: bool) -> None:
 
 
 def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool) -> None:
-    config, peer = Config.from_env(), LinkPeer(Device.parse(device))
+    config, memory = Config.from_env(), Device.parse(device)
+    peer = LinkPeer(memory)
     server = SideChannelServer(Endpoint.parse(bind), peer.handle, config.secret, insecure=insecure)
     how = "encrypted, KVRDMA_SECRET needed" if config.secret else "no secret, not encrypted"
-    names = ", ".join(sorted(installed_transports()))
-    click.echo(f"listening at {server.endpoint} ({how}); transports: {names}")
+    names = ", ".join(reaching_further(memory.kind)) or "none, see `kvrdma doctor`"
+    click.echo(f"listening at {server.endpoint} ({how}); transports that open here: {names}")
     try:
         while server.alive:
             info = signal.sigtimedwait(stops, 1.0)
@@ -151,7 +152,7 @@ def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool
 def _test_here(test: Test) -> KVRDMAError | None:
     if test.options.device.kind == "cpu":
         check_room(test.cases, peer_here=True)
-    candidates = open_candidates(test.transport, test.options)
+    candidates = open_candidates(test.transport, test.options, test.listed)
     with ExitStack() as stack:
         stack.callback(candidates.close)
         if candidates.need_this_process:
