@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvrdma.blob import seal, unseal
+from kvrdma.compiled import why_missing
 from kvrdma.errors import (
     BlobError,
     ConfigError,
@@ -88,7 +89,8 @@ class CmaTransport:
         try:
             from kvrdma_cma._cma import Core
         except ImportError as error:
-            raise TransportUnavailableError(f"cma: {error}; reinstall kvrdma on this machine") from error
+            without = "kvrdma's installation is not whole: install it anew"
+            raise TransportUnavailableError(f"cma: {why_missing('kvrdma_cma._cma', error, without)}") from error
         self._core = Core(count)
         weakref.finalize(self, self._core.close)
         self._regions: dict[int, Region] = {}

@@ -48,8 +48,10 @@ def diagnose(host: HostView) -> list[Finding]:
     """Run every check; what needs UCX itself only on this host."""
     findings = [*_net_devices(host), *_tls(host), *_gid_index(host), *_unwise(host)]
     if host.live:
-        findings += [*_library(), *_copies(python_folders())]
-        findings += [*_effect(host.environ, run_probe), *_one_sided(host.environ, run_probe)]
+        about, loads = _library(host.environ)
+        findings += [about, *_copies(python_folders())]
+        if loads:
+            findings += [*_effect(host.environ, run_probe), *_one_sided(host.environ, run_probe)]
     return findings
 
 
@@ -70,32 +72,33 @@ def run_probe(environ: Mapping[str, str], *, read: bool) -> dict[str, Any]:
         return {"error": f"ended with {ended.returncode}: {said[-500:]}", "said": said}
 
 
-def _library() -> list[Finding]:
+def _library(environ: Mapping[str, str]) -> tuple[Finding, bool]:
+    """Say which UCX is used; and whether it loads."""
+    check = "ucx library"
     try:
         library.load()
         found = library.candidates()
     except TransportUnavailableError as error:
-        return [red("ucx library", str(error), "the network cannot be used", "pip install 'kvrdma[ucx]'")]
+        why = "no other host can be read by this transport"
+        if not library.mapped_copies() and not environ.get("KVRDMA_UCX_LIB"):  # there is none, and nothing is wrong
+            fix = "pip install 'kvrdma[ucx]' for tcp; for RDMA the system's UCX, or the transport verbs"
+            return yellow(check, str(error), why, fix), False
+        return red(check, str(error), why, "what the message says"), False
     source, path = found[0]
     mine = library.UcxLibrary(path, source)
     others = ", ".join(f"{path} ({source})" for source, path in found[1:])
-    text = f"{path}, chosen by {source}, verbs {_yes(mine.has_verbs)}, cuda {_yes(mine.has_cuda)}"
+    built = [name for name, has in (("verbs", mine.has_verbs), ("CUDA", mine.has_cuda)) if has]
+    text = f"{path}, chosen by {source}, built with support for {' and '.join(built) or 'neither verbs nor CUDA'}"
     text += f"; would load otherwise: {others or 'none'}"
     if mine.has_verbs:
-        return [green("ucx library", text)]
-    return [
-        yellow(
-            "ucx library",
-            text,
-            "a UCX without verbs can never do RDMA: it falls back to tcp without a word",
-            "install the system's UCX (apt install libucx0, dnf install ucx ucx-ib, or MLNX_OFED), or "
-            "KVRDMA_UCX_LIB=FOLDER of one with verbs (/opt/hpcx/ucx/lib)",
-        )
-    ]
-
-
-def _yes(value: object) -> str:
-    return "yes" if value else "no"
+        return green(check, text), True
+    return yellow(
+        check,
+        text,
+        "a UCX without verbs can never do RDMA: it falls back to tcp without a word",
+        "install the system's UCX (apt install libucx0, dnf install ucx ucx-ib, or MLNX_OFED), or "
+        "KVRDMA_UCX_LIB=FOLDER of one with verbs (/opt/hpcx/ucx/lib)",
+    ), True
 
 
 def python_folders() -> list[Path]:
@@ -242,7 +245,8 @@ def _effect(environ: Mapping[str, str], probe: Probe) -> list[Finding]:
     asked = probe(environ, read=False)
     if "error" in asked:
         why = "no read over the network is possible"
-        return [red("ucx settings", f"UCX does not open: {asked['error']}", why, "unset UCX_* and try again")]
+        fix = f"unset {', '.join(sorted(settings))} and try again" if settings else "what the message says"
+        return [red("ucx settings", f"UCX does not open: {asked['error']}", why, fix)]
     found = [*_unused(asked["said"]), *_warned(asked["said"])]
     if not settings:
         return [*found, green("ucx settings", f"none; transports {asked['transports']}")]

@@ -128,8 +128,8 @@ def _found() -> UcxLibrary:
     wheel = _wheel_library()
     if wheel is None:
         raise TransportUnavailableError(
-            "ucx: no UCX here: KVRDMA_UCX_LIB is not set, no system libucp.so.0 has verbs, and neither "
-            "libucx-cu12 nor libucx-cu13 is installed; pip install 'kvrdma[ucx]' or your system's UCX"
+            "ucx: no UCX here (KVRDMA_UCX_LIB, a system's libucp.so.0 with verbs, libucx-cu12 or libucx-cu13): "
+            "pip install 'kvrdma[ucx]', or your system's UCX"
         )
     return UcxLibrary(wheel, "wheel")
 

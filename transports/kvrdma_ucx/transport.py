@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, ClassVar
 
+from kvrdma.compiled import why_missing
 from kvrdma.errors import (
     BlobError,
     ConfigError,
@@ -73,9 +74,8 @@ class UcxTransport:
         try:
             from kvrdma_ucx import _ucx
         except ImportError as error:
-            raise TransportUnavailableError(
-                f"ucx: {error}; kvrdma was built without UCX or for another machine: reinstall it here"
-            ) from error
+            without = "kvrdma was built without UCX: install it anew"
+            raise TransportUnavailableError(f"ucx: {why_missing('kvrdma_ucx._ucx', error, without)}") from error
         self._core = _ucx.Transport(
             require_one_sided=require_one_sided, max_in_flight=max_in_flight, peer_errors=self._peer_errors
         )
@@ -116,7 +116,7 @@ class UcxTransport:
                 "chosen by": self._library.source,
                 "version": self._version,
                 "verbs": "yes" if self._library.has_verbs else "no: can never do RDMA",
-                "cuda": "yes" if self._cuda else "no",
+                "cuda": "usable" if self._cuda else "not usable here",
                 "one-sided over": " ".join(self._one_sided_over) or "nothing",
                 "transports": " ".join(self._resources),
                 "one-sidedness": "probed" if self._probes else "judged by the lanes UCX chose",

@@ -6,6 +6,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from kvrdma.compiled import why_missing
 from kvrdma.errors import BlobError, ConfigError, PeerLostError, RegistrationError, TransportUnavailableError
 from kvrdma.rows import as_rows
 from kvrdma.transport import (
@@ -70,9 +71,8 @@ class VerbsTransport:
         try:
             from kvrdma_verbs import _verbs
         except ImportError as error:
-            raise TransportUnavailableError(
-                f"verbs: {error}; kvrdma was built without libibverbs' headers: install libibverbs-dev, then kvrdma"
-            ) from error
+            without = "kvrdma was built without libibverbs' headers: install libibverbs-dev, then kvrdma anew"
+            raise TransportUnavailableError(f"verbs: {why_missing('kvrdma_verbs._verbs', error, without)}") from error
         self._ports = find_ports()
         self._core = _verbs.Transport(
             [(port.device, port.number, port.gid_index) for port in self._ports],
