@@ -16,6 +16,7 @@ from kvrdma.bench.cluster.rank import START_S, address_towards
 from kvrdma.bench.cluster.run import Seat, failure_of, run_rank
 from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
 from kvrdma.bench.cluster.simulate import Links, simulate
+from kvrdma.cli.bench_model import lines_of
 from kvrdma.cli.exits import JsonCommand, check_place, run, save_json, whole_process
 from kvrdma.cli.terminal import Terminal
 from kvrdma.config import Config
@@ -30,8 +31,18 @@ Examples:
 
 \b
 Processes become ranks in order: producers first, engine by engine, then consumers. On several
-hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report. Exit code 0 only if every byte of
-every request was right and nothing failed that the scenario did not provoke.
+hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report.
+
+\b
+Exit codes:
+  0    every byte was right, and nothing failed that the scenario did not provoke
+  1    pulls failed that the scenario did not provoke, or another error
+  2    wrong options, scenario or settings
+  3    a rank did not come, or was lost
+  6    wrong bytes
+  74   the output cannot be written
+  130  interrupted
+  141  the reader of the output has gone
 """
 
 
@@ -56,16 +67,26 @@ every request was right and nothing failed that the scenario did not provoke.
     show_default=True,
     help="Engines of the model, half of them producers.",
 )
-@click.option("--latency-us", type=click.FloatRange(0), default=5.0, show_default=True, help="Of the model's links.")
+@click.option(
+    "--latency-us",
+    type=click.FloatRange(0),
+    default=5.0,
+    show_default=True,
+    help="Of the model's links, µs.",
+)
 @click.option(
     "--gb-per-s",
     type=click.FloatRange(0.001),
     default=50.0,
     show_default=True,
-    help="Of each rank's link in the model.",
+    help="Of each rank's link in the model, in 10^9 bytes.",
 )
 @click.option(
-    "--row-ns", type=click.FloatRange(0), default=100.0, show_default=True, help="Cost of a row in the model."
+    "--row-ns",
+    type=click.FloatRange(0),
+    default=100.0,
+    show_default=True,
+    help="Cost of a row in the model, ns.",
 )
 def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
     scenario_file: Path | None,
@@ -147,8 +168,8 @@ def show(report: dict[str, Any], save: Path | None, *, as_json: bool) -> ConfigE
 def _print(report: dict[str, Any]) -> None:
     console = Terminal(width=None if sys.stdout.isatty() else 120, highlight=False)
     if report["kind"] == "simulate":
-        for key, value in report["result"].items():
-            console.print(f"{key.replace('_', ' ')}: {value}")
+        for line in lines_of(report["result"]):
+            console.print(line)
         return
     _print_run(console, report)
 

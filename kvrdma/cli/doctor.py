@@ -35,6 +35,9 @@ Exit codes:
   0    nothing is red
   1    something is red
   2    wrong options or settings
+  74   the output cannot be written
+  130  interrupted
+  141  the reader of the output has gone
 """
 _MARKS = {"green": "[green]●[/]", "yellow": "[yellow]▲[/]", "red": "[red]✖[/]"}
 

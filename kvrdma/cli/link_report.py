@@ -19,7 +19,7 @@ _PLAIN_WIDTH = 120
 _MIN_WIDTH = 80
 _LEGEND = (
     "connect: exchange of keys until the peer can be read. first read: the first rows after that, with all set-up.",
-    "Table: medians. merged: rows after merging adjacent ones. held: how long posting a read held its caller.",
+    "Table: medians. posted: rows after merging adjacent ones. held: how long posting a read held its caller.",
     "memcpy: speed as a share of one thread's that copies the same rows within this process, in turns with the reads.",
 )
 
@@ -79,7 +79,7 @@ def print_result(result: LinkResult, request: str) -> None:
 def _table(cases: Sequence[CaseReport]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("pattern", no_wrap=True)
-    for heading in ("block", "rows", "merged", "MB", "GB/s", "best", "ms", "held µs", "memcpy", "bytes"):
+    for heading in ("block", "rows", "posted", "MB", "GB/s", "best", "ms", "held µs", "memcpy", "bytes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for case in cases:
         table.add_row(*_cells(case))

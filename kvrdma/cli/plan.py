@@ -31,7 +31,9 @@ Examples:
 Exit codes:
   0    the plan was printed
   2    wrong options, or two engines that cannot serve each other
+  74   the output cannot be written
   130  interrupted
+  141  the reader of the output has gone
 
 With --json a failure prints one object as well: kvrdma, verified (false), error, code and message.
 """

@@ -22,6 +22,14 @@ Examples:
 \b
 The first report is judged: right bytes, share of the link's rate, against the second report, and
 against computing the tokens again. The page loads nothing: mail it, or open it anywhere.
+
+\b
+Exit codes:
+  0    the page was written, whatever the verdict
+  2    wrong options, no report in a file, or the page cannot be written
+  74   the output cannot be written
+  130  interrupted
+  141  the reader of the output has gone
 """
 
 

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from kvrdma import errors
 from kvrdma.cli import main
+from kvrdma.cli.exits import EXIT_CODES, INTERRUPTED, NOBODY_READS, OUTPUT_LOST
 from kvrdma.config import VARIABLES
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,16 @@ def test_help_is_complete_and_has_examples(path: tuple[str, ...]) -> None:
     for option in command.params:
         if isinstance(option, click.Option) and option.name not in ("help", "version"):
             assert option.help, f"{option.opts} of {path} has no help"
+
+
+@pytest.mark.parametrize("name", ["bench", "doctor", "link-test", "plan", "report"])
+def test_help_has_the_exit_codes(name: str) -> None:
+    shown = CliRunner().invoke(main, [name, "--help"]).output
+    codes = [int(code) for code in re.findall(r"^ +(\d+) +\S", shown.partition("Exit codes:")[2], re.MULTILINE)]
+    assert codes[0] == 0
+    assert codes == sorted(codes)
+    assert set(codes) >= {OUTPUT_LOST, INTERRUPTED, NOBODY_READS}
+    assert set(codes) <= {0, OUTPUT_LOST, INTERRUPTED, NOBODY_READS, *(code for _, code in EXIT_CODES)}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

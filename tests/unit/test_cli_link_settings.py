@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_serve_lists_what_opens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         raise ConfigError("ended")
 
     monkeypatch.setattr(choose, "open_transport", opening)
-    monkeypatch.setattr(link_test.signal, "sigtimedwait", end)
+    monkeypatch.setattr(signal, "sigtimedwait", end)
     with pytest.raises(ConfigError, match="ended"):
         link_test._serve("127.0.0.1:0", "cpu", set(), insecure=False)
     assert capsys.readouterr().out.rstrip().endswith("; transports that open here: cma")

@@ -80,7 +80,7 @@ def test_the_table_says_what_was_measured() -> None:
     assert done.returncode == 0, done.stderr
     assert "memory via memmove: one-sided, memory cpu" in done.stdout
     assert re.search(r"connect \d+\.\d ms, first read \d+\.\d ms", done.stdout)
-    for word in ("connect:", "first read:", "merged:", "held:", "memcpy:"):
+    for word in ("connect:", "first read:", "posted:", "held:", "memcpy:"):
         assert word in done.stdout  # a footnote says what it means
     rows = [line for line in done.stdout.splitlines() if "verified" in line]
     assert len(rows) == 6
