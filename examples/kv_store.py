@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 
-import torch
-from small_transformer import BLOCK, FACTS, SmallTransformer, make_batch, make_caches
-
 from kvrdma.agent import AgentConfig, KVTransferAgent, TransferConfig
 from kvrdma.config import Config
 from kvrdma.store import StoreServer
+
+try:
+    import blake3  # noqa: F401 - makes the keys of a store
+    import torch
+    from small_transformer import BLOCK, FACTS, SmallTransformer, make_batch, make_caches
+except ImportError as error:
+    sys.exit(f"{error}: in the clone of kvrdma, pip install '.[store,torch]' brings what this example needs")
 
 SYSTEM = [(7 * token) % 101 for token in range(5 * BLOCK)]
 QUESTIONS = [[1, 2, 3, 4, 5], [9, 8, 7]]

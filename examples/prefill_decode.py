@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from multiprocessing.connection import Connection
 
-import torch
-from small_transformer import FACTS, SmallTransformer, make_batch, make_caches
-
 from kvrdma.agent import AgentConfig, KVTransferAgent, TransferConfig
+
+try:
+    import blake3  # noqa: F401 - makes the keys of a store
+    import torch
+    from small_transformer import FACTS, SmallTransformer, make_batch, make_caches
+except ImportError as error:
+    sys.exit(f"{error}: in the clone of kvrdma, pip install '.[store,torch]' brings what this example needs")
 
 PROMPTS = [[token % 101 for token in range(start, start + length)] for start, length in ((3, 21), (40, 8), (7, 30))]
 BLOCKS = [[5, 2, 9, 1], [30, 8], [11, 4, 12, 0, 6]]

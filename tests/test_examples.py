@@ -58,3 +58,15 @@ def test_pd_serve_says_what_it_lacks_before_it_starts_anything(tmp_path: Path) -
     assert "scripts/setup dev" in ended.stderr
     assert "waiting for two servers" not in ended.stderr
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["kv_store.py", "prefill_decode.py"])
+def test_an_example_says_what_it_needs(name: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, EXAMPLES / name], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    assert "pip install '.[store,torch]'" in ended.stderr
