@@ -20,6 +20,7 @@ NAMES = "|".join(_COMMANDS)
 DOCUMENTS = [
     "README.md",
     "CHANGELOG.md",
+    "docs/benchmarks.md",
     "docs/troubleshooting.md",
     "kvrdma/connector/README.md",
     "transports/README.md",
@@ -95,7 +96,8 @@ def _launches() -> dict[str, str]:
     for name in ("README.md", SCENARIO, "scripts/bench-two-node", "scripts/slurm.sbatch", "kvrdma/cli/bench.py"):
         texts[name] = re.sub(r" \\+\n\s*", " ", (ROOT / name).read_text())
     launch = re.compile(r"(?:torchrun|torch\.distributed\.run) (.*-m kvrdma\.bench\b.*)")
-    return {name: launch.findall(text)[-1] for name, text in texts.items()}
+    found = {name: launch.findall(text)[-1] for name, text in texts.items()}
+    return {**found, "README.md, one host": launch.findall(texts["README.md"])[0]}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
