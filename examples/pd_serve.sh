@@ -108,6 +108,6 @@ names='pull_seconds_count|pull_bytes_sum|tokens_loaded_total|requests_(loaded|de
 curl -s "$decode/metrics" | grep -E "^vllm:kvrdma_($names)[{ ]" | sed 's/{[^}]*}//' | tee "$work/counted"
 if ! grep -Eq '^vllm:kvrdma_requests_loaded_total [1-9]' "$work/counted"; then
   say "no request was loaded from the prefill server: every prompt was computed twice"
-  tail -n 20 "$work"/kv_*.log >&2
+  grep -hE 'WARNING|ERROR' "$work"/kv_*.log | tail -n 20 >&2 || true
   exit 1
 fi

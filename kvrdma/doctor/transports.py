@@ -33,7 +33,7 @@ def check_transports(host: HostView) -> list[Finding]:
             if better is not None:  # the same, from one who knows more of it
                 own.remove(better)
                 found = replace(better, check=found.check)
-            findings.append(found)
+            findings.append(replace(found, found=found.found.removeprefix(f"{name}: ")))
         findings += own
     return findings + (_reached(reaches) if host.live else [])
 

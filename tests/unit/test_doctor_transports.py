@@ -47,6 +47,7 @@ def test_a_host_without_ucx_is_told_once(monkeypatch: pytest.MonkeyPatch) -> Non
     findings = check_transports(live())
     (ucx,) = [each for each in findings if "no UCX here" in each.found]
     assert (ucx.check, ucx.level) == ("transport ucx", "yellow")
+    assert ucx.found.startswith("no UCX here")
     assert "pip install 'kvrdma[ucx]'" in ucx.fix
     assert not [each for each in findings if each.check in ("ucx library", "ucx settings")]
     (far,) = [each for each in findings if each.check == "other hosts"]
