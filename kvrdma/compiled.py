@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, files
 from importlib.util import find_spec
 from pathlib import Path
-
-_ALWAYS_BUILT = "kvrdma_cma._cma"
 
 
 def why_missing(name: str, error: ImportError, without: str) -> str:
@@ -26,9 +25,18 @@ def why_missing(name: str, error: ImportError, without: str) -> str:
     if others:
         ours = f"Python {sys.version_info.major}.{sys.version_info.minor}"
         return f"{', '.join(others)} is not for this {ours}: install kvrdma with this interpreter"
-    if (folder / "CMakeLists.txt").exists() and find_spec(_ALWAYS_BUILT) is None:
+    if (folder / "CMakeLists.txt").exists() and not _is_left_out(package, module):
         return (
             f"{folder} is a source tree, without {module}: take it off PYTHONPATH if kvrdma is installed, "
             "else `pip install .` in its clone (scripts/setup)"
         )
     return without
+
+
+def _is_left_out(package: str, module: str) -> bool:
+    """Whether kvrdma is installed, without this module: then no source tree hides it."""
+    try:
+        installed = files("kvrdma") or ()
+    except PackageNotFoundError:
+        return False
+    return not any(file.parent.name == package and file.name.startswith(f"{module}.") for file in installed)

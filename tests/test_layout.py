@@ -30,6 +30,7 @@ LAYERS = [
         "models",
         "strides",
         "token_shares",
+        "compiled",
     },
     {
         "transport",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, PackagePath
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,14 @@ Why = Callable[..., str]
 def why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Why:
     """Makes a package of the given files and asks why its module `_core` is missing."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(compiled, "_ALWAYS_BUILT", "pretended._always")
 
-    def ask(*files: str) -> str:
+    def ask(*files: str, installed: Sequence[str] | None = ("pretended/other.so",)) -> str:
+        def listed(_: str) -> list[PackagePath]:
+            if installed is None:
+                raise PackageNotFoundError
+            return [PackagePath(each) for each in installed]
+
+        monkeypatch.setattr(compiled, "files", listed)
         folder = tmp_path / "pretended"
         folder.mkdir()
         for name in ("__init__.py", *files):
@@ -37,22 +43,23 @@ def why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Why:
 
 
 def test_an_installation_without_it_was_built_without_it(why: Why) -> None:
-    assert why("_always.py") == WITHOUT
+    assert why() == WITHOUT
 
 
 def test_a_source_tree_that_was_built_too(why: Why) -> None:
-    """An editable install: the module of a transport that is always built is there."""
-    assert why("CMakeLists.txt", "_always.py") == WITHOUT
+    """An editable install without this module."""
+    assert why("CMakeLists.txt") == WITHOUT
 
 
-def test_a_source_tree_that_was_not_built(why: Why, tmp_path: Path) -> None:
-    said = why("CMakeLists.txt")
+@pytest.mark.parametrize("installed", [None, ["pretended/_core.cpython-311-x86_64-linux-gnu.so"]], ids=["not", "yes"])
+def test_a_source_tree_that_was_not_built(why: Why, tmp_path: Path, installed: list[str] | None) -> None:
+    said = why("CMakeLists.txt", installed=installed)
     assert said.startswith(f"{tmp_path / 'pretended'} is a source tree, without _core: take it off PYTHONPATH")
     assert "pip install ." in said
 
 
 def test_one_for_another_python(why: Why) -> None:
-    said = why("_core.cpython-305-x86_64-linux-gnu.so", "_always.py")
+    said = why("_core.cpython-305-x86_64-linux-gnu.so")
     assert said.startswith("_core.cpython-305-x86_64-linux-gnu.so is not for this Python 3.")
 
 
