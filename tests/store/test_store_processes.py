@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -259,12 +260,14 @@ def test_nothing_leaks(store: tuple[PeerProcess, str]) -> None:
 
         for request in range(100):  # more than fits
             cycle(request)
+        gc.collect()  # what tests before this one have left
         before = _fds(process.pid), _fds(os.getpid())
         rss = _rss_mb(process.pid), _rss_mb(os.getpid())
         for request in range(100, 700):
             cycle(request)
         until(lambda: process.call(at.store_stats)["held"] == 0, lambda: process.call(at.store_stats))
-        assert (_fds(process.pid), _fds(os.getpid())) == before
+        assert _fds(process.pid) == before[0]
+        assert _fds(os.getpid()) <= before[1]  # fewer, where something of another test has ended meanwhile
         assert _rss_mb(process.pid) - rss[0] < 8
         assert _rss_mb(os.getpid()) - rss[1] < 8
         stats = process.call(at.store_stats)
