@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvrdma.testing.clock import FakeClock
 from kvrdma.testing.fault import Fault, FaultTransport
-from kvrdma.testing.peer import PeerProcess, PeerProcessError
+from kvrdma.testing.peer import PeerProcess, PeerProcessError, freeze
 
 if TYPE_CHECKING:
     from kvrdma.testing.contract import ProcessContract, TransportContract
@@ -25,6 +25,7 @@ __all__ = [
     "PeerProcessError",
     "ProcessContract",
     "TransportContract",
+    "freeze",
 ]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 import traceback
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -20,6 +23,33 @@ T = TypeVar("T")
 
 class PeerProcessError(KVRDMAError, AssertionError):
     """A function failed in the peer process, or the process is gone; carries the remote traceback."""
+
+
+def freeze(pid: int, timeout_s: float = 10.0) -> None:
+    """Stop a process and wait until each of its threads stands still.
+
+    The signal alone is not enough: a thread that runs on another core goes on for up to some milliseconds, time
+    for an answer that a frozen process does not give.
+
+    Raises:
+        ProcessLookupError: no such process.
+        TimeoutError: a thread still ran after ``timeout_s`` seconds.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    deadline_s = time.monotonic() + timeout_s
+    while running := [thread for thread in _threads(pid) if thread[1] not in "TtZX"]:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"threads {running} of process {pid} still ran {timeout_s:g} s after SIGSTOP")
+        time.sleep(0.0005)
+
+
+def _threads(pid: int) -> list[tuple[int, str]]:
+    """The id of each thread of a process, and the letter of its state."""
+    found = []
+    for folder in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(OSError):  # it ended meanwhile
+            found.append((int(folder.name), (folder / "stat").read_text().rpartition(")")[2].split()[0]))
+    return found
 
 
 def _serve(connection: Connection, environ: Mapping[str, str]) -> None:
@@ -75,8 +105,11 @@ class PeerProcess:
         return result
 
     def signal(self, number: int) -> None:
-        """Send it a signal, e.g. ``signal.SIGSTOP``."""
-        os.kill(self.pid, number)
+        """Send it a signal; after ``signal.SIGSTOP``, return only when each of its threads stands still."""
+        if number == signal.SIGSTOP:
+            freeze(self.pid)
+        else:
+            os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it by SIGKILL and reap it."""

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvrdma.testing import freeze
+
 START_S = 420.0
 CALL_S = 180.0
 
@@ -97,7 +99,7 @@ class EngineProcess:
 
     def freeze(self) -> None:
         """Stop it where it stands, until ``thaw``."""
-        os.kill(self.process.pid or 0, signal.SIGSTOP)
+        freeze(self.process.pid or 0)
 
     def thaw(self) -> None:
         """Let it go on."""

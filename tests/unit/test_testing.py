@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from kvrdma.errors import ReadTimeoutError
-from kvrdma.testing import Fault, FaultTransport, TransportContract
+from kvrdma.testing import Fault, FaultTransport, PeerProcess, TransportContract, freeze
 from kvrdma.testing.target import Factory, Target
 from kvrdma.transport import Transport
 from kvrdma_memory import MemoryTransport
@@ -67,3 +72,40 @@ def test_a_transport_that_never_completes_costs_the_suite_s_own_deadline() -> No
         transport.close()
     for target in targets:
         target.close()
+
+
+def _count(state: SimpleNamespace, path: str) -> None:
+    """Count in a file from four threads, without end."""
+
+    def count(seek: int) -> None:
+        number = 0
+        while True:
+            os.pwrite(state.file, number.to_bytes(8, "little"), seek)
+            number += 1
+
+    state.file = os.open(path, os.O_RDWR)
+    for thread in range(4):
+        threading.Thread(target=count, args=(thread * 8,), daemon=True).start()
+
+
+def test_a_frozen_process_has_done_its_last_deed_when_the_signal_returns(tmp_path: Path) -> None:
+    path = tmp_path / "counts"
+    path.write_bytes(bytes(32))
+    with PeerProcess() as process:
+        process.call(_count, str(path))
+        for _ in range(50):
+            process.signal(signal.SIGSTOP)
+            before = path.read_bytes()
+            time.sleep(0.005)
+            assert path.read_bytes() == before
+            process.signal(signal.SIGCONT)
+            time.sleep(0.002)
+        assert any(path.read_bytes())
+        process.kill()
+
+
+def test_nobody_freezes_what_is_not_there() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with pytest.raises(ProcessLookupError):
+        freeze(gone.pid)
