@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.util
 import subprocess
 import sys
@@ -182,7 +183,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(ROOT),
     ]
-    subprocess.run(command, check=True, capture_output=True)
+    with (ROOT / "pyproject.toml").open() as lock:  # two test processes would build in the same folder
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     return path
 

@@ -12,6 +12,11 @@ from numpy.typing import NDArray
 def start_time(pid: int) -> int:
     """Start time of a process in ticks since boot, or 0."""
 
+def leave_processor() -> bool:
+    """
+    Move the calling thread to another processor, for tests; False if it may use no other near by.
+    """
+
 class Core:
     """Regions, peers and reads of one process."""
 

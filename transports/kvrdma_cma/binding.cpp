@@ -85,6 +85,8 @@ NB_MODULE(_cma, module) {
     nb::set_leak_warnings(false); // threads of the caller may hold a core when the interpreter ends
     module.doc() = "Native core of the cma transport: batched process_vm_readv on its own threads.";
     module.def("start_time", &start_time, nb::arg("pid"), "Start time of a process in ticks since boot, or 0.");
+    module.def("leave_processor", &leave_processor,
+               "Move the calling thread to another processor, for tests; False if it may use no other near by.");
     nb::class_<Handle>(module, "Core", "Regions, peers and reads of one process.")
         .def(nb::init<int>(), nb::arg("threads"))
         .def(

@@ -5,6 +5,7 @@
 // batch can use all of them.
 #pragma once
 
+#include <bitset>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "completions.hpp"
+#include "crowding.hpp"
 #include "process.hpp"
 #include "rows.hpp"
 
@@ -125,9 +127,11 @@ class Core : public std::enable_shared_from_this<Core> {
 
     // Threads; defined in worker.cpp.
     void work();
+    bool call_another();
     void watch();
     void prepare(Batch &batch, std::unique_lock<std::mutex> &lock);
     bool claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const;
+    void copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool leave);
     void copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock);
     void check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock);
     void read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);
@@ -153,6 +157,8 @@ class Core : public std::enable_shared_from_this<Core> {
     uint64_t next_id_ = 1;
     uint32_t next_region_ = 1;
     int threads_ = 0, idle_ = 0;
+    bool called_ = false, made_room_ = false; // a thread was woken and has not come; another left its processor to it
+    std::bitset<kMostProcessors> at_work_;    // where threads copy
     const Fd epoll_, wake_;
     bool closed_ = false;
 };

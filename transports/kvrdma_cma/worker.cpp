@@ -2,6 +2,7 @@
 #include <cstring>
 #include <sched.h>
 #include <sys/epoll.h>
+#include <utility>
 
 #include "core.hpp"
 
@@ -29,6 +30,7 @@ void Core::work() {
             ++idle_;
             work_ready_.wait(lock);
             --idle_;
+            called_ = made_room_ = false;
         }
         const auto batch = queue_.front();
         queue_.pop_front();
@@ -42,18 +44,28 @@ void Core::work() {
         uint64_t nbytes = 0;
         if (claim(*batch, pieces, nbytes)) {
             ++batch->working;
+            bool leave = false;
             if (!batch->claimed()) {
                 batch->queued = true;
                 queue_.push_back(batch);
-                if (idle_ && nbytes >= kWakeBytes)
-                    work_ready_.notify_one();
+                leave = idle_ && nbytes >= kWakeBytes && !call_another();
             }
-            copy(*batch, pieces, lock);
+            copy_apart(*batch, pieces, lock, leave);
             --batch->working;
         }
         if (!batch->queued && batch->working == 0 && (batch->failed() || batch->claimed()))
             finish(batch, lock);
     }
+}
+
+// Wakes a thread for what is left. False if the one that was called for the chunk before has not come: it waits for the
+// processor that this thread keeps busy, and gets it if this thread moves on.
+bool Core::call_another() {
+    if (called_)
+        return std::exchange(made_room_, true);
+    called_ = true;
+    work_ready_.notify_one();
+    return true;
 }
 
 // Merging is off the caller's path and needs no lock: nobody else looks at the rows before it is done.
@@ -69,13 +81,14 @@ void Core::prepare(Batch &batch, std::unique_lock<std::mutex> &lock) {
 // Takes the next chunk of the batch; false if there is none. Splits long rows so that threads can share them.
 bool Core::claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const {
     pieces.clear();
+    const uint64_t most = idle_ ? kWakeBytes : kChunkBytes; // so that a thread that comes finds something to do
     if (!batch.peer->lost.empty())
         batch.fail("PeerLostError", batch.peer->lost, batch.peer->lost_code);
     if (batch.failed())
         return false;
-    while (batch.next < batch.rows.size() && !pieces.full() && nbytes < kChunkBytes) {
+    while (batch.next < batch.rows.size() && !pieces.full() && nbytes < most) {
         const Row &row = batch.rows[batch.next];
-        const uint64_t part = std::min(row.length - batch.next_offset, kChunkBytes - nbytes);
+        const uint64_t part = std::min(row.length - batch.next_offset, most - nbytes);
         const uint64_t remote = batch.peer->memory[row.remote_region()].addr + row.offset;
         pieces.add(row.local + batch.next_offset, remote + batch.next_offset, part);
         nbytes += part;
@@ -86,6 +99,21 @@ bool Core::claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const {
         }
     }
     return !pieces.empty();
+}
+
+// Copies, on a processor that no other thread of the pool copies on.
+void Core::copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool leave) {
+    if (leave || at_work_.test(processor())) {
+        lock.unlock();
+        leave_processor();
+        lock.lock();
+    }
+    const size_t here = processor();
+    const bool alone = !at_work_.test(here);
+    at_work_.set(here);
+    copy(batch, pieces, lock);
+    if (alone)
+        at_work_.reset(here);
 }
 
 void Core::copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "crowding.hpp"
 #include "cuda.hpp"
 #include "endpoint.hpp"
 
@@ -23,6 +24,7 @@ bool Endpoint::post_ask(Read &read) {
     std::vector<WirePiece> pieces;
     fill(ask, regions, pieces);
     ask.missing = ask.parts.size();
+    ask.header.place = place_now();
     ask.header.session = session_;
     ask.header.ask = id;
     ask.header.regions = static_cast<uint32_t>(regions.size());

@@ -38,7 +38,8 @@ struct Hello {
 
 // Followed by `regions` WireRegions and `pieces` WirePieces.
 struct AskRead {
-    uint32_t magic = kMagic, regions = 0, pieces = 0, reserved = 0;
+    uint32_t magic = kMagic, regions = 0, pieces = 0;
+    uint32_t place = 0; // of the thread that reads, see crowding.hpp; 0 of a peer that does not say
     uint64_t session = 0, ask = 0;
 };
 struct WireRegion {

@@ -1,5 +1,6 @@
 #include "worker.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
@@ -9,7 +10,9 @@
 #include <sys/eventfd.h>
 #include <system_error>
 #include <unistd.h>
+#include <utility>
 
+#include "crowding.hpp"
 #include "cuda.hpp"
 
 namespace kvrdma::ucx {
@@ -17,7 +20,10 @@ namespace kvrdma::ucx {
 namespace {
 
 constexpr uint32_t kQuantum = 16;     // pieces one peer may post before the next one's turn
-constexpr int kEmptyRounds = 16;      // rounds without any event before the thread sleeps, some 10 us
+// How long the thread looks for more before it sleeps: longer between the messages of a served read, where every sleep
+// costs both sides a wake-up that takes longer than the next message.
+constexpr int64_t kAwakeNs = 10'000, kAwakeServingNs = 200'000;
+constexpr int64_t kSettledNs = 500'000; // between two moves to another processor
 constexpr int kRoundsPerStep = 64;    // events handled before new commands and pieces get their turn
 constexpr int64_t kStopNs = 3'500'000'000;
 constexpr int kClosingMs = 1;
@@ -121,16 +127,25 @@ void Worker::submit(Command command) {
 void Worker::run() {
     const sched_param any{}; // a batch thread does not preempt the caller that has just posted and woken it
     (void)sched_setscheduler(0, SCHED_BATCH, &any);
-    int empty = 0;
+    awake_serving_ns_ = processors_allowed() > 1 ? kAwakeServingNs : kAwakeNs; // on a single one the other side waits
     while (!stopping_ || (!(endpoints_.empty() && consumers_.empty()) && now_ns() < stop_deadline_ns_)) {
-        if (step())
-            empty = 0;
-        else if (++empty > kEmptyRounds) {
+        const bool busy = step();
+        const int64_t now = now_ns();
+        move_on(now);
+        if (busy)
+            awake_until_ns_ = std::max(awake_until_ns_, now + (std::exchange(serving_, false) ? awake_serving_ns_ : kAwakeNs));
+        else if (now > awake_until_ns_)
             sleep();
-            empty = 0;
-        }
     }
     shut_down();
+}
+
+// The serving side moves away from a reader that runs on the same processor; were it both, they might do so together.
+void Worker::move_on(int64_t now) {
+    if (!std::exchange(crowded_, false) || now < settled_until_ns_)
+        return;
+    leave_processor();
+    settled_until_ns_ = now + kSettledNs;
 }
 
 // One round of everything there is to do. Returns whether there was anything.

@@ -65,6 +65,7 @@ class Worker {
 
     void run();
     bool step();
+    void move_on(int64_t now);
     bool take_commands();
     void execute(ConnectCommand &command);
     void execute(ReadCommand &command);
@@ -99,7 +100,10 @@ class Worker {
     std::vector<Greeting> greetings_;
     std::vector<Hello> answers_;
     bool stopping_ = false;
+    bool serving_ = false; // messages of served reads have come in since the thread last thought of sleeping
+    bool crowded_ = false; // one of them from the processor that the thread runs on
     int64_t stop_deadline_ns_ = 0, closing_until_ns_ = 0;
+    int64_t awake_until_ns_ = 0, awake_serving_ns_ = 0, settled_until_ns_ = 0;
 
     std::thread thread_;
 };

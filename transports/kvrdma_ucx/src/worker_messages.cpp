@@ -1,6 +1,7 @@
 // Messages as they come in, inside ucp_worker_progress: checked, copied, and acted on at once or by the next step.
 #include <cstring>
 
+#include "crowding.hpp"
 #include "worker.hpp"
 
 namespace kvrdma::ucx {
@@ -77,6 +78,8 @@ void Worker::ask_read(const void *header, size_t header_nbytes, const char *data
     for (const WirePiece &piece : asked.pieces)
         if (piece.region >= ask.regions || piece.nbytes == 0 || piece.nbytes > kDataBytes)
             return found->second->fail();
+    serving_ = true;
+    crowded_ |= ask.place == place_now();
     found->second->add(std::move(asked));
 }
 
@@ -92,6 +95,7 @@ void Worker::data(const void *header, size_t header_nbytes, const char *data, si
     Data arrived;
     if (!read_header(arrived, header, header_nbytes))
         return;
+    serving_ = true;
     if (const auto found = endpoints_.find(arrived.peer); found != endpoints_.end())
         found->second->on_data(arrived, reinterpret_cast<const uint8_t *>(data), nbytes);
 }
