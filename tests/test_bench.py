@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvrdma.bench import compare
+from kvrdma.bench import compare, held
 from kvrdma.bench.compare import Lane, Setup, lanes, markdown, run_lane
 from kvrdma.bench.patterns import Bytes, Case, Shape, fill, rows_of
 from kvrdma.bench.rivals.ends import serve
@@ -47,6 +47,18 @@ def test_the_tcp_lane_without_rivals() -> None:
     (lane,) = lanes(Setup(nixl="", mooncake="", same_host="", tcp="ucx", nbytes=NBYTES, iters=2))
     assert [contender.name for contender in lane.contenders] == ["memcpy", "kvrdma ucx"]
     assert lane.contenders[1].environ == {"UCX_TLS": "tcp"}
+
+
+def test_how_long_a_caller_is_held_stands_beside_a_copy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held, "_RESTS_S", (0.0, 0.001))
+    held.main(["--rows", "64", "--block", "512", "--iters", "1"])
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [result["rest_s"] for result in results] == [0.0, 0.001]
+    for result in results:
+        assert (result["transport"], result["rows"]) == ("cma", 64)
+        assert result["held_ns_per_row"] > 0 < result["copy_ns_per_row"]
 
 
 def test_rivals_run_as_they_come_and_tuned() -> None:
