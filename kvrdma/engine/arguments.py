@@ -63,9 +63,9 @@ def check_published(
             for plane in layer.planes
         ]
         limit = min(limits, default=None)
-        bad = [block for block in ids if block < 0 or (limit is not None and block >= limit)]
-        if bad:
-            raise PlanError(f"request {request_id!r}: block {bad[0]} of group {group} is not one of {limit} blocks")
+        if len(ids) and (min(ids) < 0 or (limit is not None and max(ids) >= limit)):
+            bad = next(block for block in ids if block < 0 or (limit is not None and block >= limit))
+            raise PlanError(f"request {request_id!r}: block {bad} of group {group} is not one of {limit} blocks")
 
 
 def check_pull(

@@ -7,7 +7,6 @@ all it has itself, or when it has less than its share and everything of its own 
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -54,7 +53,7 @@ class Slabs:
     nbytes: int
     indexes: list[Index] = field(default_factory=list)
     evictions: int = 0
-    clock: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+    uses: int = 0
     free: list[int] = field(default_factory=lambda: list(reversed(range(CHUNKS))))
 
     @property
@@ -111,6 +110,7 @@ class Index:
         self._record_nbytes = record_nbytes
         self._all = (1 << ranks) - 1
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
+        self._visible: dict[bytes, Entry] = {}
         self._by_chunk: dict[int, dict[int, Entry]] = {}
         self._free: list[int] = []
         slabs.indexes.append(self)
@@ -126,7 +126,7 @@ class Index:
     @property
     def visible(self) -> int:
         """Count the blocks that can be read."""
-        return sum(entry.filled == self._all for entry in self._entries.values())
+        return len(self._visible)
 
     @property
     def busy(self) -> bool:
@@ -135,13 +135,8 @@ class Index:
 
     def found(self, keys: Sequence[bytes]) -> list[Entry]:
         """Give the blocks of a prompt that can be read, from its first up to the first that cannot."""
-        hits: list[Entry] = []
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or entry.filled != self._all:
-                break
-            hits.append(entry)
-        return hits
+        hits = list(map(self._visible.get, keys))
+        return hits[: hits.index(None)] if None in hits else hits  # type: ignore[return-value] # cut at the first None
 
     def missing(self, keys: Sequence[bytes], rank: int) -> int:
         """Count the blocks whose share of a rank is neither there nor on its way."""
@@ -153,9 +148,11 @@ class Index:
 
     def touch(self, entries: Sequence[Entry]) -> None:
         """Note a use: the end of a prompt goes before its start."""
-        for entry in reversed(entries):
-            entry.used = next(self._slabs.clock)
-            self._entries.move_to_end(entry.key)
+        move, uses = self._entries.move_to_end, self._slabs.uses + 1
+        self._slabs.uses += len(entries)
+        for used, entry in enumerate(reversed(entries), uses):
+            entry.used = used
+            move(entry.key)
 
     def pin(self, entries: Sequence[Entry]) -> None:
         """Keep blocks until ``unpin``."""
@@ -197,6 +194,8 @@ class Index:
             entry.filling &= ~(1 << done.rank)
             if filled:
                 entry.filled |= 1 << done.rank
+                if entry.filled == self._all:
+                    self._visible[entry.key] = entry
             elif not entry.filled and not entry.filling:
                 self._drop(entry)
 
@@ -248,5 +247,6 @@ class Index:
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        self._visible.pop(entry.key, None)
         del self._by_chunk[self._chunk_of(entry.record)][entry.record]
         self._free.append(entry.record)

@@ -89,7 +89,8 @@ def split_keys(joined: bytes) -> list[bytes]:
     """
     if len(joined) % KEY_NBYTES:
         raise PlanError(f"{len(joined)} bytes of keys are no multiple of {KEY_NBYTES}")
-    return [joined[start : start + KEY_NBYTES] for start in range(0, len(joined), KEY_NBYTES)]
+    keys: list[bytes] = np.frombuffer(joined, f"V{KEY_NBYTES}").tolist()
+    return keys
 
 
 def new_hasher() -> Callable[[bytes], Any]:

@@ -205,6 +205,7 @@ class Shelf:
             held = self._held.get(lease)
             if held is not None:
                 held.stock.members.withdraw(lease)
+                self.follow_up()  # now: else the next lookup does it first
 
     def _lease_ended(self, lease: Hashable) -> None:
         """Note that one rank's lease of a lookup has ended."""

@@ -16,7 +16,7 @@ def test_a_warm_prefix() -> None:
     result = agent.warm_prefix(SMALL, "cma", 3)
     assert result["nbytes"] == agent.request_nbytes(SMALL) == 2 * 2 * 16 * 2 * 2 * 256
     assert isinstance(result["of_bare"], float)
-    assert 0 < result["of_bare"] < 2
+    assert result["of_bare"] > 0
 
 
 def test_lookups() -> None:
@@ -24,6 +24,7 @@ def test_lookups() -> None:
     assert result["messages_each"] == 1
     assert isinstance(result["median_ms"], float)
     assert 0 < result["median_ms"] <= float(str(result["worst_ms"]))
+    assert 0 < float(str(result["echo_median_ms"])) <= float(str(result["echo_worst_ms"]))
 
 
 def test_readers() -> None:
