@@ -25,6 +25,33 @@ Examples:
   KVRDMA_SECRET=... kvrdma store serve --capacity 64GiB --bind 10.0.0.7:7480
   kvrdma store stats HOST:PORT --json
 """
+_SERVE_EPILOG = """\b
+Example:
+  KVRDMA_SECRET=... kvrdma store serve --capacity 64GiB --bind 10.0.0.7:7480
+
+\b
+Exit codes:
+  0    stopped by SIGINT or SIGTERM
+  1    another error
+  2    wrong options or settings, or more memory than is free
+  3    the name to bind cannot be looked up
+"""
+_STATS_EPILOG = """\b
+Example:
+  kvrdma store stats HOST:PORT --json
+
+\b
+Exit codes:
+  0    printed
+  1    what listens there is no store
+  2    wrong options or settings
+  3    nobody answers at HOST:PORT
+  4    KVRDMA_SECRET is another one there, or set on one side only
+  5    another version of kvrdma
+  74   the output cannot be written
+  130  interrupted
+  141  the reader of the output has gone
+"""
 
 
 @click.group(epilog=_EPILOG)
@@ -32,7 +59,7 @@ def store() -> None:
     """Keep KV blocks of many engines in the memory of one process, filled and read by one-sided reads."""
 
 
-@store.command(epilog=_EPILOG)
+@store.command(epilog=_SERVE_EPILOG)
 @click.option("--capacity", type=Size(most=1 << 50), default="4GiB", show_default=True, help="Memory for blocks.")
 @click.option("--bind", default="127.0.0.1:7480", show_default=True, metavar="HOST:PORT", help="Where users ask.")
 @click.option("--advertise", metavar="HOST", help="The address users reach, if not that of --bind.")
@@ -94,7 +121,7 @@ def _serve(
             raise ConfigError("the store was ended by a defect: see the log")
 
 
-@store.command(cls=JsonCommand, epilog=_EPILOG)
+@store.command(cls=JsonCommand, epilog=_STATS_EPILOG)
 @click.argument("endpoint", metavar="HOST:PORT")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def stats(endpoint: str, *, as_json: bool) -> None:

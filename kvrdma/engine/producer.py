@@ -158,7 +158,7 @@ class Producer:
             return self._describe(message)
         if isinstance(message, AnnounceRank):
             return self._announce(message.rank)
-        raise MessageError(f"an engine does not answer {type(message).__name__}")
+        raise MessageError(f"an engine listens here, and does not answer {type(message).__name__}: check the port")
 
     def _describe(self, question: DescribeRanks) -> RanksDescribed:
         self._require_engine(question.engine_id)

@@ -96,7 +96,7 @@ class StoreServer:
             return Noted()
         if isinstance(message, AskStore):
             return StoreNumbers(__version__, self.stats())
-        raise MessageError(f"a store does not answer {type(message).__name__}")
+        raise MessageError(f"a store listens here, and does not answer {type(message).__name__}: check the port")
 
     def _offered(self, offer: StoreOffer) -> StoreOffered:
         numbers = self._shelf.numbers
