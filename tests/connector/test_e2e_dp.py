@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.helpers.pd import PREFILL, prompt_of
+from tests.helpers.ports import fixed_port
 
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -110,19 +110,6 @@ class Server:
             self.process.wait()
 
 
-def free_ports(number: int) -> int:
-    """The first of several free ports in a row."""
-    for base in range(21000, 30000, 100):
-        try:
-            for port in range(base, base + number):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise RuntimeError("no free ports")
-
-
 def serve(model: str, folder: Path, port: int, transfer: dict[str, Any]) -> Server:
     ours = {"kv_connector": "KvRdmaConnector", "kv_connector_module_path": "kvrdma.connector"} | transfer
     log = folder / f"{transfer['kv_role']}.log"
@@ -138,7 +125,7 @@ def serve(model: str, folder: Path, port: int, transfer: dict[str, Any]) -> Serv
 @pytest.fixture
 def servers(tiny_llama: str, tmp_path: Path) -> Iterator[tuple[Server, Server, int]]:
     """A prefill and a decode server, and the side channel's port of the first rank."""
-    base = free_ports(4)
+    base = fixed_port(4)
     fixed = {"engine_id": "prefill", "kv_connector_extra_config": {"bind": f"127.0.0.1:{base + 2}"}}
     made = [
         serve(tiny_llama, tmp_path, base, {"kv_role": "kv_producer"} | fixed),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.connector.test_e2e_pd import engine, nothing_left, same, transfer
 from tests.helpers.pd import PREFILL, prompt_of
+from tests.helpers.ports import fixed_port
 from tests.helpers.vllm_engine import EngineProcess
 
 pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(900)]
@@ -45,7 +46,8 @@ def producer(model: str, port: int = 0, **extra: Any) -> EngineProcess:  # noqa:
 
 def test_producers_that_die_and_come_back(tiny_llama: str, decoders: Decoders) -> None:
     prompt = prompt_of(300)
-    first = producer(tiny_llama).wait_ready()
+    port = fixed_port()
+    first = producer(tiny_llama, port).wait_ready()
     try:
         alone = first.generate("alone", prompt)
         same(transfer(first, decoders.fail, "before", prompt), alone)
@@ -62,7 +64,7 @@ def test_producers_that_die_and_come_back(tiny_llama: str, decoders: Decoders) -
     same(again, alone)
     nothing_left(*decoders)
 
-    second = producer(tiny_llama, params["remote_port"]).wait_ready()  # same name, same port
+    second = producer(tiny_llama, port).wait_ready()  # same name, same port
     try:
         assert decoders.fail.generate("stale", prompt, params).finish_reason == "error"
         same(transfer(second, decoders.fail, "after", prompt), alone)

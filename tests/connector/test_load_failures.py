@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.helpers.pd import PREFILL, decode, prefill, prompt_of, shape
+from tests.helpers.ports import fixed_port
 
 if TYPE_CHECKING:
     from tests.helpers.mini_engine import MiniEngine
@@ -179,13 +180,13 @@ def test_the_breaker_lets_requests_compute_at_once(engines: Make) -> None:
 def test_a_restarted_producer_refuses_old_references_and_serves_new_ones(engines: Make) -> None:
     from tests.helpers.mini_engine import run, settle
 
-    p, d = engines("p", "kv_producer"), engines("d", "kv_consumer")
+    bind = f"127.0.0.1:{fixed_port()}"
+    p, d = engines("p", "kv_producer", bind=bind), engines("d", "kv_consumer")
     decode(p, d, prompt_of(40), "before")
     settle(p, d)
-    port = p.scheduler.connector.scheduler._exports.endpoint.port
     stale = prefill(p, "stale", prompt_of(60))
     kill(p)
-    again = engines("p", "kv_producer", bind=f"127.0.0.1:{port}")
+    again = engines("p", "kv_producer", bind=bind)
     d.add("old", prompt_of(60), stale)
     run(again, d, until=lambda: "old" in d.finished)
     assert d.finished["old"] == "error"

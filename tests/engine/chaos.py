@@ -21,6 +21,7 @@ from kvrdma.config import Config
 from kvrdma.engine import PullDone, PullFailed, PullReleased
 from kvrdma.testing import PeerProcess
 from tests.helpers import producer_process as at
+from tests.helpers.ports import fixed_port
 from tests.helpers.tagged import Model, Side, busy
 
 CONFIG = Config(
@@ -47,7 +48,7 @@ class Chaos:
         self.rank = self.consumer.ranks[0]
         self.free = list(range(MODEL.blocks))
         self.numbers = 0
-        self.port = 0
+        self.port = fixed_port()
         self.process = self._start()
 
     def _start(self) -> PeerProcess:

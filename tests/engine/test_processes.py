@@ -23,6 +23,7 @@ from kvrdma.testing import PeerProcess
 from kvrdma.wire import Noted
 from tests.engine import chaos, soak
 from tests.helpers import producer_process as at
+from tests.helpers.ports import fixed_port
 from tests.helpers.tagged import SMALL, Model, Side, busy, done, failed
 
 MODEL = Model(layers=4, block=16, blocks=64)
@@ -62,10 +63,11 @@ def test_requests_move_between_processes(transport: str) -> None:
 def test_the_first_pull_after_a_restart_on_the_same_port_works(transport: str) -> None:
     with Side(MODEL, transport=transport) as consumer:
         rank = consumer.ranks[0]
-        with producing(transport) as (process, port):
+        bind = replace(SMALL, bind=f"127.0.0.1:{fixed_port()}")
+        with producing(transport, bind) as (process, port):
             (_, old), (_, unused) = process.call(at.publish, 2, 3, 0)
             done(rank.pull("old", old, [0, 1, 2]))
-        with producing(transport, replace(SMALL, bind=f"127.0.0.1:{port}")) as (process, again):
+        with producing(transport, bind) as (process, again):
             assert again == port
             ((number, new),) = process.call(at.publish, 1, 3, 7)
             event = done(rank.pull("new", new, [3, 4, 5]))
@@ -85,7 +87,6 @@ def test_a_frozen_peer_is_bounded_and_well_again_when_it_thaws(transport: str) -
         (warm, first), (_, second), (third, last) = process.call(at.publish, 3, 3, 0)
         done(rank.pull(warm, first, [0, 1, 2]))
         process.signal(signal.SIGSTOP)
-        time.sleep(0.1)  # until every thread of it has stopped
         began_s = time.monotonic()
         rank.engine.pull("frozen", second, [3, 4, 5])
         event = rank.wait_for()[0]

@@ -17,6 +17,7 @@ from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.testing import PeerProcess
 from kvrdma.wire import StoreFound, StoreLookup
 from tests.helpers import stores as at
+from tests.helpers.ports import fixed_port
 from tests.helpers.stores import Client, cma, start_store, tokens_of, until
 from tests.helpers.tagged import Model, busy
 
@@ -29,7 +30,7 @@ SLACK_S = 8.0
 
 @pytest.fixture
 def store() -> Iterator[tuple[PeerProcess, str]]:
-    process, endpoint = start_store()
+    process, endpoint = start_store(config=cma(bind=f"127.0.0.1:{fixed_port()}"))
     yield process, endpoint
     process.kill()
 

@@ -13,6 +13,7 @@ from kvrdma.errors import MessageError
 from kvrdma.mailbox import Outbox
 from kvrdma.sidechannel import Endpoint, SideChannelServer
 from kvrdma.wire import Goodbye, Heartbeat, Message, Noted
+from tests.helpers.ports import fixed_port
 
 ANY = Endpoint("127.0.0.1", 0)
 
@@ -65,8 +66,8 @@ def test_an_error_is_an_answer_too(outbox: Outbox) -> None:
 
 
 def test_a_message_waits_for_its_receiver_to_come_back(outbox: Outbox) -> None:
-    first = Mailbox()
-    endpoint = first.server.endpoint
+    endpoint = Endpoint("127.0.0.1", fixed_port())
+    first = Mailbox(endpoint)
     first.server.close()
     outbox.send(endpoint, Goodbye("c", 1), 20)
     time.sleep(0.3)
@@ -78,8 +79,8 @@ def test_a_message_waits_for_its_receiver_to_come_back(outbox: Outbox) -> None:
 
 
 def test_a_message_that_was_given_up_does_not_come_late(outbox: Outbox) -> None:
-    first = Mailbox()
-    endpoint = first.server.endpoint
+    endpoint = Endpoint("127.0.0.1", fixed_port())
+    first = Mailbox(endpoint)
     first.server.close()
     for number in range(3):
         outbox.send(endpoint, Goodbye("c", number), 0.1)
@@ -126,8 +127,8 @@ def test_a_dead_mailbox_costs_a_bounded_time_and_others_nothing(outbox: Outbox) 
 
 def test_a_stranger_at_the_port_does_not_close_it_for_ever(outbox: Outbox) -> None:
     """ZMQ gives a connection up for good whose other side speaks another protocol."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        endpoint = Endpoint("127.0.0.1", int(server.getsockname()[1]))
+    endpoint = Endpoint("127.0.0.1", fixed_port())
+    with socket.create_server((endpoint.host, endpoint.port)) as server:
 
         def be_strange() -> None:
             connection, _ = server.accept()

@@ -12,6 +12,7 @@ import pytest
 from kvrdma import wire
 from kvrdma.errors import UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
+from tests.helpers.ports import fixed_port
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_a_client_goes_on_with_the_next_server_at_the_same_port() -> None:
         del message
         return wire.LinkClosed()
 
-    first = SideChannelServer(Endpoint("127.0.0.1", 0), answer)
+    first = SideChannelServer(Endpoint("127.0.0.1", fixed_port()), answer)
     with SideChannelClient(first.endpoint) as client:
         assert client.request(wire.CloseLink(1), 30) == wire.LinkClosed()
         first.close()
