@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvrdma.host import HostView
 from kvrdma_ucx import diagnose
+from tests.helpers.host_tree import build
 
 TRANSPORTS = "self/memory rc_mlx5/mlx5_0:1 tcp/eth0 tcp/lo sysv/memory cma/memory cuda_copy/cuda"
 
@@ -91,6 +93,22 @@ def test_the_real_one_is_probed_over_loopback(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.needs("ucx")
+def test_soft_roce_needs_settings_and_a_nic_does_not(tmp_path: Path) -> None:
+    host = build("soft-roce", tmp_path / "soft")
+    (found,) = diagnose._soft_roce(host)
+    assert found.level == "yellow"
+    assert "rxe0" in found.found
+    for name in ("UCX_UD_VERBS_ETH_DGID_CHECK", "UCX_IB_ASYNC_EVENTS"):
+        assert f"{name}=n" in found.fix
+    (half,) = diagnose._soft_roce(replace(host, environ={"UCX_IB_ASYNC_EVENTS": "n"}))
+    assert "UCX_IB_ASYNC_EVENTS" not in half.fix
+    settings = {"UCX_IB_ASYNC_EVENTS": "n", "UCX_UD_VERBS_ETH_DGID_CHECK": "n"}
+    (well,) = diagnose._soft_roce(replace(host, environ=settings))
+    assert well.level == "green"
+    for tree in ("roce-two-nics", "dgx-h100", "vm"):
+        assert diagnose._soft_roce(build(tree, tmp_path / tree)) == []
+
+
 def test_a_name_that_ucx_does_not_know_is_its_own_warning() -> None:
     found = diagnose._effect({**HostView().environ, "UCX_NET_DEVICES": "kvnone0"}, diagnose.run_probe)
     assert any("kvnone0" in finding.found and finding.level != "green" for finding in found), found

@@ -46,7 +46,7 @@ class Probe(Protocol):
 
 def diagnose(host: HostView) -> list[Finding]:
     """Run every check; what needs UCX itself only on this host."""
-    findings = [*_net_devices(host), *_tls(host), *_gid_index(host), *_unwise(host)]
+    findings = [*_net_devices(host), *_tls(host), *_gid_index(host), *_soft_roce(host), *_unwise(host)]
     if host.live:
         about, loads = _library(host.environ)
         findings += [about, *_copies(python_folders())]
@@ -214,6 +214,27 @@ def _gid_index(host: HostView) -> list[Finding]:
         return [green("UCX_IB_GID_INDEX", f"{setting}: {'; '.join(found) or 'no RoCE port'}")]
     fix = "unset it: UCX chooses RoCE v2 by itself; or name the entry whose type is RoCE v2 (show_gids)"
     return [red("UCX_IB_GID_INDEX", f"{setting}: {'; '.join(bad)}", why, fix)]
+
+
+def _soft_roce(host: HostView) -> list[Finding]:
+    """Name the settings without which UCX does nothing over RDMA in software; kvrdma/DESIGN.md has the causes."""
+    soft = [device.name for device in host.entries(host.sys / "class/infiniband") if host.text(device / "parent")]
+    needed = {"UCX_UD_VERBS_ETH_DGID_CHECK": "n", "UCX_IB_ASYNC_EVENTS": "n"}
+    if not soft:
+        return []
+    names = ", ".join(soft)
+    missing = [f"{name}={value}" for name, value in needed.items() if host.environ.get(name, "").lower() != value]
+    if not missing:
+        return [green("ucx on soft-RoCE", f"{names}, with {' and '.join(needed)} set")]
+    return [
+        yellow(
+            "ucx on soft-RoCE",
+            f"{names} is RDMA in software, without {' '.join(missing)}",
+            "UCX drops the datagrams by which it connects there ('did not answer'), and 1.18 ends the process when a peer "
+            "goes away",
+            f"{' '.join(missing)}, or the transport verbs, which needs neither; unset them on a real NIC",
+        )
+    ]
 
 
 def _unwise(host: HostView) -> list[Finding]:
