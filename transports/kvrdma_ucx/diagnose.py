@@ -230,8 +230,8 @@ def _soft_roce(host: HostView) -> list[Finding]:
         yellow(
             "ucx on soft-RoCE",
             f"{names} is RDMA in software, without {' '.join(missing)}",
-            "UCX drops the datagrams by which it connects there ('did not answer'), and 1.18 ends the process when a peer "
-            "goes away",
+            "UCX drops the datagrams by which it connects there ('did not answer'), "
+            "and 1.18 ends the process when a peer goes away",
             f"{' '.join(missing)}, or the transport verbs, which needs neither; unset them on a real NIC",
         )
     ]
