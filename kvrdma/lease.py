@@ -75,7 +75,7 @@ class FenceTable:
             ConfigError: fewer than 1 or more than 2**20 slots.
         """
         if not 1 <= slots <= 1 << 20:
-            raise ConfigError(f"fence slots={slots}: use 1 to {1 << 20}")
+            raise ConfigError(f"{slots} lease slots (KVRDMA_FENCE_SLOTS): use 1 to {1 << 20}")
         self._slots = slots
         self._words = np.zeros(slots + spare, np.uint64)
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
@@ -112,7 +112,7 @@ class FenceTable:
         """
         if not self._free:
             raise LeaseError(
-                f"all {len(self)} leases are taken: consumers do not finish, or the setting fence_slots is too small"
+                f"all {len(self)} leases are taken: consumers do not finish, or KVRDMA_FENCE_SLOTS is too small"
             )
         self._generation += 1
         return LeaseKey(self._free.popitem(last=False)[0], self._generation)

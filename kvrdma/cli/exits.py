@@ -95,7 +95,7 @@ def save_json(option: str, path: Path | None, report: Mapping[str, Any]) -> Conf
     try:
         path.write_text(json.dumps(report) + "\n")
     except OSError as error:
-        return ConfigError(f"{option} {path}: {error}")
+        return ConfigError(f"{option} {path}: the report cannot be saved: {error}")
     return None
 
 

@@ -181,7 +181,7 @@ def finish(report: LinkReport, found: dict[str, Any]) -> tuple[LinkReport, DataE
     whole = msgspec.structs.replace(report, **found)
     wrong = wrong_of(whole)
     whole = msgspec.structs.replace(whole, verified=whole.verified and not wrong)
-    return whole, DataError("\n".join(wrong)) if wrong else None
+    return whole, DataError("\n".join(["bytes arrived that are not the peer's:", *wrong])) if wrong else None
 
 
 def print_more(report: LinkReport) -> None:

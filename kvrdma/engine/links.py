@@ -205,7 +205,9 @@ def _link(transport: Transport, rank: RankId, described: RankDescription, layout
     offer = described.offers[transport.name]
     expected = len(layout.regions) + 1
     if len(offer.keys) != expected:
-        raise MessageError(f"rank {tuple(rank)} offers {len(offer.keys)} keys for {expected} regions")
+        raise MessageError(
+            f"rank {tuple(rank)} offers {len(offer.keys)} keys for {expected} regions: the same kvrdma on both sides?"
+        )
     peer = transport.connect(offer.address, offer.keys)
     for index, (region, store) in enumerate(zip(peer.regions, layout.regions, strict=False)):
         if region.nbytes < store.nbytes:
@@ -227,5 +229,8 @@ def _who_to_tell(home: Home, shape: EngineShape, described: Mapping[RankId, Rank
             address = mailbox.resolve()[0]  # once, here: the outbox must not wait for DNS
             told.append(Reader(Endpoint(address, text.port), readers))
     if not told:
-        raise IncompatibleError(f"rank {tuple(identity.rank)} has nobody to read from or to tell")
+        raise IncompatibleError(
+            f"rank {tuple(identity.rank)} of {identity.engine_id} has nobody to read from or to tell among ranks "
+            f"{[tuple(rank) for rank in described]} of the producer: does the reference name all its ranks?"
+        )
     return tuple(told)

@@ -88,10 +88,22 @@ class Peers:
             waiter(peer)
         elif key in self._connecting:
             self._connecting[key].append(waiter)
-        elif self._closed or len(self._connecting) >= _MAX_CONNECTING:
-            waiter(PeerUnavailableError(f"engine {key.engine_id}: {len(self._connecting)} handshakes are under way"))
+        elif self._closed:
+            waiter(PeerUnavailableError(f"engine {key.engine_id} is not met any more: this engine is closed"))
+        elif len(self._connecting) >= _MAX_CONNECTING:
+            waiter(
+                PeerUnavailableError(
+                    f"engine {key.engine_id}: {len(self._connecting)} handshakes are under way, the most at a time: "
+                    "are these producers up?"
+                )
+            )
         elif not self._breaker(key).allow():
-            waiter(PeerUnavailableError(f"engine {key.engine_id} failed repeatedly and is left alone for a while"))
+            waiter(
+                PeerUnavailableError(
+                    f"engine {key.engine_id} failed repeatedly and is left alone for at most "
+                    f"{self._config.breaker_cooldown_s:g} s (KVRDMA_BREAKER_COOLDOWN_S)"
+                )
+            )
         else:
             self._start_handshake(key, reference, waiter)
 

@@ -38,7 +38,10 @@ class Reading:
             raise PullError(f"the reference names lease slot {slot}, which rank {tuple(link.rank)} does not have")
         if index not in pull.landing:
             if not self._spare:
-                raise PullError("too many pulls at the same time: no word left for the fence")
+                raise PullError(
+                    f"pull {pull.wanted.request_id!r}: too many pulls at the same time, all {self._fence.spare} words "
+                    "for the fence are in use: wait for some to end"
+                )
             pull.landing[index] = self._spare.pop()
         local = self._fence.clear_spare(pull.landing[index])
         row = np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)

@@ -75,7 +75,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(words: list[s
 def test_what_was_measured_is_printed_although_it_cannot_be_saved(words: list[str]) -> None:
     shown = CliRunner().invoke(main, [*words, "--json", "--save", "/dev/full"])
     assert shown.exit_code == 2
-    assert "--save /dev/full: [Errno 28] No space left on device" in shown.stderr
+    assert "--save /dev/full: the report cannot be saved: [Errno 28] No space left on device" in shown.stderr
     (line,) = shown.stdout.splitlines()
     assert "error" not in json.loads(line)
 

@@ -72,7 +72,7 @@ def test_spare_words_lie_behind_the_table_and_say_nothing(table: FenceTable) -> 
 
 @pytest.mark.parametrize("slots", [0, -1, (1 << 20) + 1])
 def test_a_table_of_an_impossible_size(slots: int) -> None:
-    with pytest.raises(ConfigError, match=f"fence slots={slots}"):
+    with pytest.raises(ConfigError, match=rf"{slots} lease slots \(KVRDMA_FENCE_SLOTS\)"):
         FenceTable(slots)
 
 

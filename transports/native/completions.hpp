@@ -3,6 +3,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <cstring>
 #include <mutex>
 #include <string>
 #include <sys/eventfd.h>
@@ -29,7 +30,7 @@ class CompletionQueue {
   public:
     CompletionQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
         if (fd_ < 0)
-            throw StatusError("TransportError", "eventfd failed: out of file descriptors?", errno);
+            throw StatusError("TransportError", std::string("eventfd failed: ") + std::strerror(errno) + " (see ulimit -n)", errno);
     }
     ~CompletionQueue() { ::close(fd_); }
     CompletionQueue(const CompletionQueue &) = delete;

@@ -17,7 +17,7 @@ using Cookie = std::array<uint8_t, 16>;
 inline Cookie random_cookie() {
     Cookie cookie;
     if (getrandom(cookie.data(), cookie.size(), 0) != static_cast<ssize_t>(cookie.size()))
-        throw StatusError("TransportError", "getrandom failed", errno);
+        throw StatusError("TransportError", std::string("getrandom failed: ") + std::strerror(errno), errno);
     return cookie;
 }
 

@@ -74,7 +74,7 @@ def load_report(path: Path) -> Saved:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path} cannot be read as a saved report: {error}") from error
     kind = report.get("kind") if isinstance(report, dict) else None
     if kind not in KINDS:
         raise ConfigError(

@@ -32,7 +32,7 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
     try:
         figure.savefig(path)
     except OSError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: the picture cannot be written: {error}") from error
 
 
 def _draw(axes: Any, chart: Chart) -> None:  # noqa: ANN401 - matplotlib's

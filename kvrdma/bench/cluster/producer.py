@@ -83,7 +83,10 @@ class ProducerRank:
         deadline_s = time.monotonic() + member.timeout_s + member.config.lease_s
         while request in self._live:
             if time.monotonic() > deadline_s:
-                raise UnreachableError(f"request {request} did not end on {member.place.engine_id} {member.place.rank}")
+                raise UnreachableError(
+                    f"request {request} did not end on {member.place.engine_id} {member.place.rank} within "
+                    f"{member.timeout_s + member.config.lease_s:g} s: a consumer is silent, see its log"
+                )
             self._note(member.engine.wait(1.0))
         wait_count(member.exchange, f"ended/{request}", self._ranks, member.timeout_s + member.config.lease_s)
 

@@ -105,7 +105,7 @@ void Endpoint::send_hello() {
     const ucs_status_ptr_t sent =
         ucp_am_send_nbx(ep_, kAskHello, &hello_, sizeof hello_, ours.data(), ours.size(), &param);
     if (UCS_PTR_IS_ERR(sent))
-        throw_unless_ok(UCS_PTR_STATUS(sent), "ConnectError", name() + " cannot be greeted");
+        throw_unless_ok(UCS_PTR_STATUS(sent), "ConnectError", name() + " cannot be greeted: check UCX_TLS and UCX_NET_DEVICES on both sides");
     if (sent)
         ++outstanding_;
     else
@@ -117,7 +117,7 @@ void Endpoint::on_hello_sent(void *request, ucs_status_t status, void *self) {
     --endpoint.outstanding_;
     endpoint.greeted_ = status == UCS_OK;
     if (status != UCS_OK)
-        endpoint.fail({"ConnectError", with_status(endpoint.name() + " cannot be reached", status), status});
+        endpoint.fail({"ConnectError", with_status(endpoint.name() + " cannot be reached: is it up? check UCX_NET_DEVICES on both sides", status), status});
     ucp_request_free(request);
 }
 

@@ -1,6 +1,7 @@
 #include "regions.hpp"
 
 #include <cerrno>
+#include <cstring>
 #include <cstdio>
 #include <mutex>
 #include <sys/mman.h>
@@ -40,7 +41,7 @@ void refuse_unmapped(uint64_t addr, uint64_t nbytes) {
 OwnMemory::OwnMemory(const Context &context, size_t nbytes) : context_(context), nbytes_(nbytes) {
     void *memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
-        throw StatusError("TransportError", "mmap of " + std::to_string(nbytes) + " bytes failed", errno);
+        throw StatusError("TransportError", "mmap of " + std::to_string(nbytes) + " bytes failed: " + std::strerror(errno), errno);
     data_ = static_cast<uint8_t *>(memory);
     try {
         memh_ = context.map(memory, nbytes, UCS_MEMORY_TYPE_HOST);

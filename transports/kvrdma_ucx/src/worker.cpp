@@ -39,7 +39,7 @@ void watch(int poll_fd, int fd) {
     event.events = EPOLLIN;
     event.data.fd = fd;
     if (epoll_ctl(poll_fd, EPOLL_CTL_ADD, fd, &event) != 0)
-        throw StatusError("TransportError", "epoll_ctl failed", errno);
+        throw StatusError("TransportError", std::string("epoll_ctl failed: ") + std::strerror(errno) + " (see ulimit -n)", errno);
 }
 
 ucp_worker_h new_worker(const Context &context) {

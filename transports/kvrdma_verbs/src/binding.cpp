@@ -24,7 +24,7 @@ nb::bytes bytes_of(const Cookie &cookie) { return nb::bytes(cookie.data(), cooki
 Cookie cookie_of(const nb::bytes &bytes) {
     Cookie cookie{};
     if (bytes.size() != cookie.size())
-        throw StatusError("BlobError", "a cookie of " + std::to_string(bytes.size()) + " bytes");
+        throw StatusError("BlobError", "a cookie of " + std::to_string(bytes.size()) + " bytes, not 16");
     std::memcpy(cookie.data(), bytes.c_str(), cookie.size());
     return cookie;
 }

@@ -62,7 +62,7 @@ void Peer::begin(std::shared_ptr<Connecting> connecting) {
     probe->checking = true;
     probe->scratch = shared_.scratch.take();
     if (probe->scratch < 0)
-        return end({"ConnectError", "too many peers connect at the same time", EAGAIN}, false);
+        return end({"ConnectError", name() + ": too many peers connect at the same time: connect again when some have ended", EAGAIN}, false);
     probe->checks = {Row(reinterpret_cast<uint64_t>(shared_.scratch.at(probe->scratch)), 0, 0, sizeof(Cookie))};
     posting_.push_back(probe.get());
     reads_.emplace(0, std::move(probe));
@@ -278,7 +278,7 @@ void Peer::on_port_down(const Device &device, const std::string &event) {
     const bool used = std::any_of(spec_.lanes.begin(), spec_.lanes.end(),
                                   [&](const Lane &lane) { return shared_.devices[lane.ours].get() == &device; });
     if (used)
-        end({"PeerLostError", name() + ": " + device.name() + " reports " + event, ENETDOWN}, true);
+        end({"PeerLostError", name() + ": " + device.name() + " reports " + event + ": check cable, switch and driver", ENETDOWN}, true);
 }
 
 void Peer::end(Failure why, bool lost) {

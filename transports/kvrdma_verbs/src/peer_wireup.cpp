@@ -36,8 +36,8 @@ void Peer::make_queues() {
             ibv_cq *cq = library().create_cq(device.context(), static_cast<int>(2 * each * device.max_requests()),
                                              reinterpret_cast<void *>(contact_->id), device.channel(), 0);
             if (!cq)
-                throw StatusError("ConnectError", device.name() + " has no completion queue left: " + std::strerror(errno),
-                                  errno);
+                throw StatusError("ConnectError", device.name() + " has no completion queue left: " + std::strerror(errno) +
+                                                      ": connect fewer peers, or check ulimit -l", errno);
             cqs_.push_back(cq);
             ibv_req_notify_cq(cq, 0);
         }

@@ -33,7 +33,7 @@ QueuePair::QueuePair(const Device &device, ibv_cq *cq, uint32_t max_requests) : 
     how.cap.max_recv_sge = 1;
     qp_ = library().create_qp(device.pd(), &how);
     if (!qp_)
-        throw StatusError("ConnectError", device.name() + " has no queue pair left: " + std::strerror(errno), errno);
+        throw StatusError("ConnectError", device.name() + " has no queue pair left: " + std::strerror(errno) + ": connect fewer peers, or check ulimit -l", errno);
     try {
         ibv_qp_attr attr{};
         attr.qp_state = IBV_QPS_INIT;

@@ -1,6 +1,7 @@
 #include "regions.hpp"
 
 #include <cerrno>
+#include <cstring>
 #include <sys/mman.h>
 #include <unistd.h>
 #include <utility>
@@ -46,7 +47,7 @@ namespace {
 uint8_t *own_pages(size_t nbytes) {
     void *memory = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
-        throw StatusError("TransportError", "mmap of " + std::to_string(nbytes) + " bytes failed", errno);
+        throw StatusError("TransportError", "mmap of " + std::to_string(nbytes) + " bytes failed: " + std::strerror(errno), errno);
     return static_cast<uint8_t *>(memory);
 }
 

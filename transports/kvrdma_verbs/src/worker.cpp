@@ -61,7 +61,7 @@ void Worker::watch(int fd, Source source, uint64_t id) {
     event.events = EPOLLIN | (source == Source::kPeer || source == Source::kVisitor ? EPOLLRDHUP : 0u);
     event.data.u64 = static_cast<uint64_t>(source) << kSourceShift | id;
     if (epoll_ctl(poll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
-        throw StatusError("TransportError", "epoll_ctl failed", errno);
+        throw StatusError("TransportError", std::string("epoll_ctl failed: ") + std::strerror(errno) + " (see ulimit -n)", errno);
 }
 
 void Worker::submit(Command command) {
@@ -169,7 +169,8 @@ void Worker::execute(ReadCommand &command) {
     if (const auto found = peers_.find(command.peer); found != peers_.end() && !found->second->gone())
         found->second->add(std::move(command.read));
     else // the peer ended after the caller had looked: its contact was told before
-        shared_.done.push({"PeerLostError", read.id, command.peer, read.nrows, 0, read.nbytes, "the peer was lost", 0}),
+        shared_.done.push({"PeerLostError", read.id, command.peer, read.nrows, 0, read.nbytes,
+                           "peer " + std::to_string(command.peer) + " was lost before the read began: connect again", 0}),
             shared_.regions.slots().release(read.rows, read.local_slots);
 }
 
