@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.metadata import Publication, StepMetadata
 from kvrdma.connector.metrics import Counts
+from kvrdma.connector.partial import PartialBlocks
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import LeaseError
 from kvrdma.lease import FenceTable, LeaseKey
@@ -88,6 +89,7 @@ class Exports:
         request: Request,
         block_ids: Sequence[Sequence[int]],
         step: StepMetadata,
+        partial: PartialBlocks,
         *,
         turn_back: bool = False,
         with_blocks: bool = False,
@@ -98,6 +100,7 @@ class Exports:
             request: finished.
             block_ids: its blocks, for every KV group.
             step: where the workers are told.
+            partial: of which blocks it was loaded itself, without their beginning.
             turn_back: it was decoded here, and the next turn's prefill may want it.
             with_blocks: whether the workers need the block ids.
         """
@@ -126,6 +129,7 @@ class Exports:
         }
         params["kvrdma"] |= {
             "first_blocks": list(first_blocks),
+            "first_tokens": list(partial.first_tokens(request.request_id, self._groups.first_tokens(first_blocks))),
             "prompt": prompt_digest(request, num_tokens),
             "live": prepared is not None and not with_blocks,  # staged ones are not there yet
         }

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvrdma.connector.groups import transfer_group_ids
+from kvrdma.connector.groups import TransferGroups, transfer_group_ids
 from kvrdma.connector.identity import check_supported
 from kvrdma.connector.logs import join_logs
 from kvrdma.connector.metadata import NO_WORK, StepMetadata
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -61,6 +62,7 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         options = ConnectorOptions.read(transfer.kv_connector_extra_config or {})
         self._group_ids = transfer_group_ids(kv_cache_config)
+        self._has_window = TransferGroups(kv_cache_config).has_window
         self._begun: object = None
         self._side: SchedulerSide | WorkerSide
         if role == KVConnectorRole.SCHEDULER:
@@ -93,10 +95,14 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """A load restores the state of every group."""
-        return True
+        """A load restores every group's state, but of a window no position that is here in full attention."""
+        return not self._has_window
 
     # Scheduler
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Learn whose prefix cache blocks are kept out of."""
+        self.scheduler.partial.pool = gpu_block_pool
 
     def on_new_request(self, request: Request) -> None:
         """See ``SchedulerSide``, as for the methods below."""
@@ -119,6 +125,8 @@ class KvRdmaConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: object) -> StepMetadata:  # noqa: ARG002 - nothing of it matters
         """Hand work to the workers."""
         side = self.scheduler
+        if side.partial:
+            side.partial.hide()
         step, side.step = side.step, None
         return step or NO_WORK
 

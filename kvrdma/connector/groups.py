@@ -39,6 +39,9 @@ class TransferGroups:
         self.has_state = any(group.spec_blocks is not None for group in self._groups)
         self.has_window = any(group.window or group.chunk for group in self._groups)
 
+    def __len__(self) -> int:
+        return len(self._groups)
+
     def to_publish(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Pick the blocks to offer: ids per group, and which block of the sequence the first of each is."""
         ids: list[tuple[int, ...]] = []
@@ -54,17 +57,33 @@ class TransferGroups:
                 first.append(span.first)
         return tuple(ids), tuple(first)
 
-    def to_load(self, block_ids: Sequence[Sequence[int]], tokens: TokenRange) -> tuple[GroupSpan, ...]:
-        """Pick the blocks to fill with positions ``tokens``, of which windows need only the last."""
+    def first_tokens(self, first_blocks: Sequence[int]) -> tuple[int, ...]:
+        """Translate which block of the sequence is the first, per group, into its first position."""
+        return tuple(n * group.tokens_per_block for n, group in zip(first_blocks, self._groups, strict=True))
+
+    def to_load(
+        self, block_ids: Sequence[Sequence[int]], tokens: TokenRange, theirs: Sequence[int | None]
+    ) -> tuple[GroupSpan, ...]:
+        """Pick the blocks to fill with positions ``tokens``: of windows only the last, and those whole.
+
+        vLLM's prefix cache hands a window's first block to shorter prompts too, which see more of its beginning.
+
+        Args:
+            block_ids: the request's, for every KV group of vLLM's.
+            tokens: what to load.
+            theirs: per exchanged group, the first position that the producer still has; None where it does not say.
+        """
         spans: list[GroupSpan] = []
-        for group in self._groups:
+        for group, first in zip(self._groups, theirs, strict=True):
             mine = block_ids[group.index]
             if group.spec_blocks is not None:
                 spans.append(GroupSpan(tuple(clip_ssm_state_blocks(mine, group.spec_blocks)), 0, tokens))
                 continue
-            start = max(tokens.start, _first_visible(group, tokens.end))
-            lo, hi = start // group.tokens_per_block, -(-tokens.end // group.tokens_per_block)
-            spans.append(GroupSpan(tuple(mine[lo:hi]), lo, TokenRange(start, tokens.end)))
+            visible, each = _first_visible(group, tokens.end), group.tokens_per_block
+            start = max(tokens.start, visible // each * each, visible if first is None else min(visible, first))
+            lo, hi = start // each, -(-tokens.end // each)
+            cut = start > tokens.start and start % each > 0
+            spans.append(GroupSpan(tuple(mine[lo:hi]), lo, TokenRange(start, tokens.end), cut))
         return tuple(spans)
 
 

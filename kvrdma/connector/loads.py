@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from kvrdma.breaker import CircuitBreaker
 from kvrdma.connector.groups import TransferGroups
 from kvrdma.connector.metadata import Load, StepMetadata
 from kvrdma.connector.metrics import Counts
+from kvrdma.connector.partial import PartialBlocks
 from kvrdma.connector.prompt import prompt_digest
 from kvrdma.errors import MessageError
 from kvrdma.plan import TokenRange
@@ -67,6 +68,7 @@ class Loads:
             clock: seconds, monotonic.
         """
         self.counts = counts
+        self.partial = PartialBlocks()
         self._groups = groups
         self._options = options
         self._backoff = backoff
@@ -132,6 +134,7 @@ class Loads:
         """Pull ``num_tokens``; decline if there are none. Later calls for the same request change nothing."""
         wish = self._wishes.get(request.request_id)
         if wish is None or wish.loading:
+            self.partial.allocated(request.request_id)
             return
         self._spend(request)
         if num_tokens == 0:
@@ -141,7 +144,8 @@ class Loads:
         self.counts.requests_loaded += 1
         self.counts.tokens_loaded += num_tokens
         tokens = TokenRange(wish.start, wish.start + num_tokens)
-        groups = self._groups.to_load(blocks.get_block_ids(), tokens)
+        groups = self._groups.to_load(blocks.get_block_ids(), tokens, self._first_tokens(request))
+        self.partial.loading(request.request_id, groups)
         step.load.append(Load(request.request_id, wish.reference, groups))
 
     def finished(self, request: Request, step: StepMetadata) -> bool:
@@ -174,6 +178,8 @@ class Loads:
         """Note loads that have ended on every rank."""
         for request_id in received:
             wish = self._wishes.pop(request_id, None)
+            if request_id in failed:
+                self.partial.forget(request_id)
             if wish is None:
                 continue
             if wish.blamed:
@@ -216,6 +222,13 @@ class Loads:
             reference.engine_id,
         )
         return False
+
+    def _first_tokens(self, request: Request) -> Sequence[int | None]:
+        """The first position that the producer has, per KV group; None where it has not said."""
+        said = (request.kv_transfer_params or {}).get("kvrdma", {}).get("first_tokens")
+        if isinstance(said, list) and len(said) == len(self._groups) and all(type(n) is int and n >= 0 for n in said):
+            return said
+        return [None] * len(self._groups)
 
     def _warn(self, kind: str, text: str, *values: Any) -> None:  # noqa: ANN401 - as for a logger
         """Warn at most once a minute of each kind."""

@@ -37,6 +37,8 @@ class GroupSpan:
     ids: tuple[int, ...]
     first: int
     tokens: TokenRange
+    cut: bool = False
+    """The producer no longer has the beginning of the first block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ class SchedulerSide:
         self._loads = Loads(
             self._groups, options, self._counts, backoff=self._backoff, expects_params=transfer.kv_role == "kv_consumer"
         )
+        self.partial = self._loads.partial
         shape = engine_shape(vllm_config)
         self._exports = Exports(
             transfer.engine_id, shape, parallel.pipeline_parallel_size, self._groups, options, self._counts
@@ -109,6 +110,7 @@ class SchedulerSide:
         if not params:
             return False, None
         offered = self._offer(request, params, block_ids)
+        self.partial.forget(request.request_id)
         if offered is None:
             self._exports.discard(request.request_id, self._work())
         return offered is not None, offered
@@ -124,7 +126,7 @@ class SchedulerSide:
         if not is_prefill and not turn_back:
             return None
         return self._exports.export(
-            request, block_ids, self._work(), turn_back=turn_back, with_blocks=self._with_blocks
+            request, block_ids, self._work(), self.partial, turn_back=turn_back, with_blocks=self._with_blocks
         )
 
     # Steps
@@ -178,7 +180,8 @@ class SchedulerSide:
     @property
     def idle(self) -> dict[str, int]:
         """Sizes of everything that is empty when no request is under way."""
-        return {"loads": len(self._loads), "exports": len(self._exports), "step": int(bool(self.step))}
+        left = {"loads": len(self._loads), "exports": len(self._exports), "partial": len(self.partial)}
+        return left | {"step": int(bool(self.step))}
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
