@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,14 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tests.helpers.tiny_models import write_llama
 
     return str(write_llama(Path(tmp_path_factory.mktemp("llama"))))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Gives the folder of the tiny model of a kind, made once."""
+    from tests.helpers.model_kinds import KINDS
+
+    return functools.cache(lambda name: str(KINDS[name].write(Path(tmp_path_factory.mktemp(name)))))
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,28 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tensor_parallel_size": 2},
     ),
 }
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "window-blocks-64-to-32": ("window", {"block_size": 64}, {}),
+    "hybrid-to-blocks-of-64": ("hybrid", {}, {"block_size": 64}),
+    "hybrid-tp-1-to-2-chunked": ("hybrid", {"max_num_batched_tokens": 128}, {"tensor_parallel_size": 2}),
+    "mla-tp-1-to-2": ("mla", {}, {"tensor_parallel_size": 2}),
+    "mla-amx-to-blocks-of-64": ("mla-amx", {}, {"block_size": 64}),
+}
 
 
 def check(p: EngineProcess, d: EngineProcess) -> None:
-    """Every length through both, which are closed."""
+    """Every length through both, which are closed.
+
+    A prompt ends with a token that the producer has chosen itself: it computes it as a decoder does, too.
+    """
     try:
         p.wait_ready(), d.wait_ready()
         for length in LENGTHS:
             prompt = prompt_of(length)
-            same(transfer(p, d, str(length), prompt), p.generate(f"alone{length}", prompt))
-        assert d.call("seen")["external_tokens"] == sum(LENGTHS) - len(LENGTHS)
+            alone = p.generate(f"alone{length}", prompt, max_tokens=7)
+            chosen, alone = alone.tokens[0], replace(alone, tokens=alone.tokens[1:], logprobs=alone.logprobs[1:])
+            same(transfer(p, d, str(length), [*prompt, chosen]), alone)
+        assert d.call("seen")["external_tokens"] == sum(LENGTHS)
         nothing_left(p, d)
     finally:
         d.close()
@@ -43,6 +57,22 @@ def check(p: EngineProcess, d: EngineProcess) -> None:
 def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
     theirs, ours = SHAPES[name]
     check(engine(tiny_llama, "kv_producer", **theirs), engine(tiny_llama, "kv_consumer", **ours))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_kv_between_shapes(tiny_model: Callable[[str], str], name: str) -> None:
+    import torch
+
+    from tests.helpers.model_kinds import KINDS as MODELS
+
+    kind, theirs, ours = KINDS[name]
+    if kind == "mla-amx" and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("needs a processor with AMX")
+    common = MODELS[kind].arguments
+    check(
+        engine(tiny_model(kind), "kv_producer", **(common | theirs)),
+        engine(tiny_model(kind), "kv_consumer", **(common | ours)),
+    )
 
 
 def beside_another(role: str, folder: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing
 import os
 import signal
@@ -287,34 +286,9 @@ def _do_metrics(state: _State) -> dict[str, float]:
 
 
 def _do_profile(state: _State) -> None:
-    """Time every call that vLLM makes to the connector from now on; one process holds both sides."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from tests.helpers.connector_profile import profile
 
-    state.seen |= {"scheduler_ns": 0, "worker_ns": 0}
-    scheduler = state.engine.engine_core.engine_core.scheduler.connector
-    for side, connector in (("scheduler_ns", scheduler), ("worker_ns", get_kv_transfer_group())):
-        depth = [0]
-        for name in dir(type(connector)):
-            if not name.startswith("_") and inspect.isfunction(getattr(type(connector), name)):
-                setattr(connector, name, _timed(state.seen, (side, name), getattr(connector, name), depth))
-
-
-def _timed(totals: dict[str, int], keys: tuple[str, ...], method: Any, depth: list[int]) -> Callable[..., Any]:
-    """Count the time in ``method``, unless another counted one has called it."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        depth[0] += 1
-        begin = time.perf_counter_ns()
-        try:
-            return method(*arguments, **named)
-        finally:
-            depth[0] -= 1
-            if not depth[0]:
-                spent = time.perf_counter_ns() - begin
-                for key in keys:
-                    totals[key] = totals.get(key, 0) + spent
-
-    return call
+    profile(state.engine.engine_core.engine_core.scheduler.connector, state.seen)
 
 
 def _do_stats(state: _State) -> dict[str, int]:
@@ -363,6 +337,12 @@ def _do_read_on(state: _State) -> None:
     state.read_on.set()
 
 
+def _do_groups(state: _State) -> list[str]:
+    """The kind of each KV group."""
+    config = state.engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [type(group.kv_cache_spec).__name__ for group in config.kv_cache_groups]
+
+
 def _do_status(state: _State, request_id: str) -> str:
     requests = state.engine.engine_core.engine_core.scheduler.requests
     found = [request for name, request in requests.items() if name.startswith(request_id)]
@@ -381,6 +361,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "stats": _do_stats,
     "counts": _do_counts,
     "status": _do_status,
+    "groups": _do_groups,
     "read_by_halves": _do_read_by_halves,
     "half_read": _do_half_read,
     "read_on": _do_read_on,
