@@ -58,7 +58,7 @@ DEEPSEEK: dict[str, Any] = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
     "rope_parameters": {
-        "rope_type": "yarn",  # as the real ones: with "default", vLLM 0.32 on CPU turns the first head's queries only
+        "rope_type": "yarn",  # as the real ones; with "default", vLLM 0.32 on CPU leaves most queries unturned
         "rope_theta": 10000.0,
         "factor": 2.0,
         "original_max_position_embeddings": 1024,
