@@ -1,4 +1,4 @@
-"""How long `read()` holds its caller, beside a bare copy of the rows: `python -m kvrdma.bench.held --transport cma`.
+"""How long `read()` holds its caller, beside a bare copy of the rows: `python -m kvrdma.bench.held`.
 
 Both touch the same memory, the array of rows and one as long, and both wait for it where it is cold: after a rest, or
 when other work has driven it out of the caches. Prints one JSON object per rest, medians in ns per row.
@@ -16,6 +16,7 @@ from contextlib import closing
 import numpy as np
 
 from kvrdma.bench.patterns import Case, Shape, rows_of
+from kvrdma.bench.reading import best_transport
 from kvrdma.transport import Device, open_transport, poll_until
 
 _RESTS_S = (0.0, 0.03, 0.2, 1.0)
@@ -66,12 +67,12 @@ def _took_s(work: Callable[[], object]) -> float:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvrdma.bench.held", description=__doc__)
-    parser.add_argument("--transport", default="cma", help="name of a transport (default: cma)")
+    parser.add_argument("--transport", default="", help="the first installed one that reaches other processes")
     parser.add_argument("--rows", type=int, default=16384, help="rows of a read (default: 16384)")
     parser.add_argument("--block", type=int, default=4096, help="bytes of a row (default: 4096)")
     parser.add_argument("--iters", type=int, default=9, help="reads measured per rest (default: 9)")
     args = parser.parse_args(argv)
-    for result in held(args.transport, args.rows, args.block, args.iters):
+    for result in held(args.transport or best_transport(), args.rows, args.block, args.iters):
         print(json.dumps(result), flush=True)
 
 
