@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
+import zmq
 
 from kvrdma import wire
 from kvrdma.errors import UnreachableError
@@ -79,5 +80,38 @@ def test_a_client_goes_on_with_the_next_server_at_the_same_port() -> None:
         second = SideChannelServer(first.endpoint, answer)
         try:
             assert client.request(wire.CloseLink(4), 30) == wire.LinkClosed()
+        finally:
+            second.close()
+
+
+def test_what_was_meant_for_a_server_that_has_gone_is_not_sent_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has connected to the next one by itself, and has not yet heard of the first one's end."""
+    seen: list[wire.Message] = []
+    asked = threading.Event()
+
+    def note(message: wire.Message) -> wire.Message:
+        seen.append(message)
+        asked.set()
+        return wire.LinkClosed()
+
+    first = SideChannelServer(Endpoint("127.0.0.1", fixed_port()), note)
+    with SideChannelClient(first.endpoint) as client:
+        assert client.request(wire.CloseLink(1), 30) == wire.LinkClosed()
+        first.close()
+        second = SideChannelServer(first.endpoint, note)
+        try:
+            assert client._socket.poll(30_000, zmq.POLLOUT)
+            asked.clear()
+            follow = client._follow
+
+            def slowly(event: Mapping[str, object], deadline: float) -> None:
+                asked.wait(0.2)  # whatever was sent by now is carried out
+                follow(event, deadline)
+
+            monkeypatch.setattr(client, "_follow", slowly)
+            with pytest.raises(UnreachableError, match="closed the control connection"):
+                client.request(wire.CloseLink(2), 30)
+            assert client.request(wire.CloseLink(3), 30) == wire.LinkClosed()
+            assert seen == [wire.CloseLink(1), wire.CloseLink(3)]
         finally:
             second.close()
