@@ -79,6 +79,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also what takes too long to run each time")
     parser.addoption("--require", default="", help=f"fail instead of skip without these: {', '.join(NEEDS)}")
 
 
@@ -88,8 +89,15 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--require {','.join(sorted(unknown))} is unknown: use {', '.join(NEEDS)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        left = [item for item in items if item.get_closest_marker("full")]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
     for item in items:
+        # For --dist loadgroup: a file stays in one process, and so do all that start engines, which need two cores.
+        name = "engines" if item.path.name.startswith("test_e2e_") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
         if any(mark.args[0] == "vllm" for mark in item.iter_markers("needs")):
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # of what vLLM imports; not ours to mend
 

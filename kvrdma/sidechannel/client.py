@@ -128,7 +128,7 @@ class SideChannelClient:
         deadline = time.monotonic() + timeout_s
         self._refused_at_s = math.inf
         # At once, unless there is news of the connection: who is there now is then not the server that was meant.
-        sent = self._ready and not self._monitor.events & zmq.POLLIN and self._send(parts)
+        sent = self._ready and not int(self._monitor.events) & zmq.POLLIN and self._send(parts)
         while (left_s := deadline - time.monotonic()) > 0:
             ready = self._wait(left_s, zmq.POLLIN if sent else zmq.POLLIN | zmq.POLLOUT)
             state = ready.get(self._socket, 0)

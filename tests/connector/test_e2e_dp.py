@@ -21,7 +21,13 @@ import pytest
 from tests.helpers.pd import PREFILL, prompt_of
 from tests.helpers.ports import fixed_port
 
-pytestmark = [pytest.mark.needs("vllm"), pytest.mark.needs("cma"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.needs("vllm"),
+    pytest.mark.needs("cma"),
+    pytest.mark.slow,
+    pytest.mark.full,
+    pytest.mark.timeout(600),
+]
 
 RANKS = (0, 1)
 START_S = 300.0

@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     decode: EngineProcess
 
 
-@pytest.fixture(scope="module", params=[*WINDOWS, "mla"])
+@pytest.fixture(scope="module", params=[pytest.param("window", marks=pytest.mark.full), "hybrid", "mla"])
 def pair(tiny_model: Callable[[str], str], request: pytest.FixtureRequest) -> Iterator[Pair]:
     """A producer and a consumer of one kind. The producer's chunks leave what is behind the window; MLA has none."""
     from tests.helpers.model_kinds import KINDS
