@@ -94,6 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
+    items.sort(key=lambda item: not item.path.name.startswith("test_e2e_"))  # the longest group first
     for item in items:
         # For --dist loadgroup: a file stays in one process, and so do all that start engines, which need two cores.
         name = "engines" if item.path.name.startswith("test_e2e_") else str(item.path)

@@ -217,7 +217,7 @@ uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
         return id;
     }
     queue_.push_back(batch);
-    const bool wake = idle_ > 0; // a thread that does not wait looks at the queue before it does
+    const bool wake = !idle_.empty(); // a thread that does not wait looks at the queue before it does
     lock.unlock();               // else the thread that is woken waits for this one, which is then held to wake it again
     if (wake)
         work_ready_.notify_one();

@@ -131,7 +131,7 @@ class Core : public std::enable_shared_from_this<Core> {
     void watch();
     void prepare(Batch &batch, std::unique_lock<std::mutex> &lock);
     bool claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const;
-    void copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool leave);
+    void copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool called);
     void copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock);
     void check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock);
     void read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);
@@ -156,7 +156,8 @@ class Core : public std::enable_shared_from_this<Core> {
     std::vector<Cookie *> free_cookies_;
     uint64_t next_id_ = 1;
     uint32_t next_region_ = 1;
-    int threads_ = 0, idle_ = 0;
+    int threads_ = 0;
+    std::vector<pid_t> idle_; // threads that wait for work, or were woken and have not come yet
     bool called_ = false, made_room_ = false; // a thread was woken and has not come; another left its processor to it
     std::bitset<kMostProcessors> at_work_;    // where threads copy
     const Fd epoll_, wake_;

@@ -1,4 +1,5 @@
 // What the threads do: prepare, copy and finish batches; notice peers that die.
+#include <algorithm>
 #include <cstring>
 #include <sched.h>
 #include <sys/epoll.h>
@@ -27,9 +28,9 @@ void Core::work() {
         while (queue_.empty()) {
             if (closed_)
                 return;
-            ++idle_;
+            idle_.push_back(gettid());
             work_ready_.wait(lock);
-            --idle_;
+            std::erase(idle_, gettid());
             called_ = made_room_ = false;
         }
         const auto batch = queue_.front();
@@ -44,13 +45,13 @@ void Core::work() {
         uint64_t nbytes = 0;
         if (claim(*batch, pieces, nbytes)) {
             ++batch->working;
-            bool leave = false;
+            bool called = false;
             if (!batch->claimed()) {
                 batch->queued = true;
                 queue_.push_back(batch);
-                leave = idle_ && nbytes >= kWakeBytes && !call_another();
+                called = !idle_.empty() && nbytes >= kWakeBytes && !call_another();
             }
-            copy_apart(*batch, pieces, lock, leave);
+            copy_apart(*batch, pieces, lock, called);
             --batch->working;
         }
         if (!batch->queued && batch->working == 0 && (batch->failed() || batch->claimed()))
@@ -58,11 +59,10 @@ void Core::work() {
     }
 }
 
-// Wakes a thread for what is left. False if the one that was called for the chunk before has not come: it waits for the
-// processor that this thread keeps busy, and gets it if this thread moves on.
+// Wakes a thread for what is left. False if the one that was called for the chunk before has not come.
 bool Core::call_another() {
     if (called_)
-        return std::exchange(made_room_, true);
+        return made_room_;
     called_ = true;
     work_ready_.notify_one();
     return true;
@@ -81,7 +81,7 @@ void Core::prepare(Batch &batch, std::unique_lock<std::mutex> &lock) {
 // Takes the next chunk of the batch; false if there is none. Splits long rows so that threads can share them.
 bool Core::claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const {
     pieces.clear();
-    const uint64_t most = idle_ ? kWakeBytes : kChunkBytes; // so that a thread that comes finds something to do
+    const uint64_t most = idle_.empty() ? kChunkBytes : kWakeBytes; // so that a thread that comes finds something to do
     if (!batch.peer->lost.empty())
         batch.fail("PeerLostError", batch.peer->lost, batch.peer->lost_code);
     if (batch.failed())
@@ -101,12 +101,18 @@ bool Core::claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const {
     return !pieces.empty();
 }
 
-// Copies, on a processor that no other thread of the pool copies on.
-void Core::copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool leave) {
-    if (leave || at_work_.test(processor())) {
+// Copies, on a processor that no other thread of the pool copies on, or that a thread which was called waits for.
+void Core::copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool called) {
+    const bool crowded = at_work_.test(processor());
+    if (crowded || called) {
+        const std::vector<pid_t> idle = called ? idle_ : std::vector<pid_t>{};
         lock.unlock();
-        leave_processor();
+        const size_t here = processor();
+        const bool wanted = std::any_of(idle.begin(), idle.end(), [&](pid_t thread) { return waits_for(thread, here); });
+        if (crowded || wanted)
+            leave_processor();
         lock.lock();
+        made_room_ |= wanted && called_;
     }
     const size_t here = processor();
     const bool alone = !at_work_.test(here);

@@ -6,7 +6,12 @@
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fcntl.h>
 #include <sched.h>
+#include <sys/types.h>
+#include <unistd.h>
 
 namespace kvrdma {
 
@@ -55,6 +60,24 @@ inline cpu_set_t cache_neighbours(size_t of) noexcept {
     for (size_t each = 0; each < kMostProcessors && unknown; ++each)
         CPU_SET(each, &near);
     return near;
+}
+
+// Whether a thread of this process is ready to run and waits for this processor. False where /proc does not say.
+inline bool waits_for(pid_t thread, size_t processor) noexcept {
+    char path[64], text[512];
+    std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", static_cast<int>(thread));
+    const int file = ::open(path, O_RDONLY | O_CLOEXEC);
+    if (file < 0)
+        return false;
+    const ssize_t nbytes = ::read(file, text, sizeof text - 1);
+    ::close(file);
+    text[nbytes > 0 ? nbytes : 0] = 0;
+    const char *at = std::strrchr(text, ')'); // ends the name; the state follows, and the processor 36 fields later
+    if (!at || at[1] != ' ' || at[2] != 'R')
+        return false;
+    for (int field = 0; at && field < 37; ++field)
+        at = std::strchr(at + 1, ' ');
+    return at && std::strtoul(at, nullptr, 10) == processor;
 }
 
 inline int processors_allowed() noexcept {
