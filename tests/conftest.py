@@ -64,6 +64,7 @@ def _verbs() -> bool:
 
 
 NEEDS: dict[str, Callable[[], bool]] = {
+    "amx": lambda: "amx_tile" in Path("/proc/cpuinfo").read_text(),
     "cma": _cma,
     "gpu": _gpu,
     "netns": functools.cache(_netns),

@@ -18,16 +18,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.helpers.marks import VLLM_SERVERS
 from tests.helpers.pd import PREFILL, prompt_of
 from tests.helpers.ports import fixed_port
 
-pytestmark = [
-    pytest.mark.needs("vllm"),
-    pytest.mark.needs("cma"),
-    pytest.mark.slow,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-]
+pytestmark = VLLM_SERVERS
 
 RANKS = (0, 1)
 START_S = 300.0

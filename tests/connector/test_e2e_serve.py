@@ -8,17 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from tests.helpers.marks import VLLM_SERVERS
 from tests.helpers.ports import fixed_port
 
-pytestmark = [
-    pytest.mark.needs("vllm"),
-    pytest.mark.needs("cma"),
-    pytest.mark.slow,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-]
+pytestmark = VLLM_SERVERS
 
 SCRIPT = Path(__file__).parents[2] / "examples/pd_serve.sh"
 

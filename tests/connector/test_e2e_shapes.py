@@ -64,15 +64,13 @@ def test_answers_equal_those_of_one_engine(tiny_llama: str, name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs("amx")) if "amx" in name else name for name in KINDS]
+)
 def test_kinds_of_kv_between_shapes(tiny_model: Callable[[str], str], name: str) -> None:
-    import torch
-
     from tests.helpers.model_kinds import KINDS as MODELS
 
     kind, theirs, ours = KINDS[name]
-    if kind == "mla-amx" and not torch.cpu._is_amx_tile_supported():
-        pytest.skip("needs a processor with AMX")
     common = MODELS[kind].arguments
     check(
         engine(tiny_model(kind), "kv_producer", **(common | theirs)),
