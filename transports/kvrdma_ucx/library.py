@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +39,7 @@ _TWO = "two UCX in one process hang or crash"
 
 _lock = threading.Lock()
 _warned: set[Path] = set()
+_sources: dict[Path, str] = {}
 _loaded_by: list[int] = []  # the process that loaded UCX, this one or one it was forked from
 
 
@@ -73,8 +74,11 @@ def load() -> UcxLibrary:
     with _lock:
         library = _loaded() or _found()
         _refuse_second_copy(library)
-        if library.source != "process":
+        if library.source == "process":  # by ourselves, perhaps
+            library = replace(library, source=_sources.get(library.path, "process"))
+        else:
             _open(library)
+            _sources[library.path] = library.source
         _loaded_by[:] = [os.getpid()]
         if not library.has_verbs and library.path not in _warned:
             _warned.add(library.path)
