@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,19 +38,19 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def check(p: EngineProcess, d: EngineProcess) -> None:
+def check(p: EngineProcess, d: EngineProcess, lengths: Sequence[int] = LENGTHS) -> None:
     """Every length through both, which are closed.
 
     A prompt ends with a token that the producer has chosen itself: it computes it as a decoder does, too.
     """
     try:
         p.wait_ready(), d.wait_ready()
-        for length in LENGTHS:
+        for length in lengths:
             prompt = prompt_of(length)
             alone = p.generate(f"alone{length}", prompt, max_tokens=7)
             chosen, alone = alone.tokens[0], replace(alone, tokens=alone.tokens[1:], logprobs=alone.logprobs[1:])
             same(transfer(p, d, str(length), [*prompt, chosen]), alone)
-        assert d.call("seen")["external_tokens"] == sum(LENGTHS)
+        assert d.call("seen")["external_tokens"] == sum(lengths)
         nothing_left(p, d)
     finally:
         d.close()
@@ -78,6 +78,11 @@ def test_kinds_of_kv_between_shapes(tiny_model: Callable[[str], str], name: str)
     )
 
 
+BESIDE_ANOTHER = (1, 31, 32, 33, 66, 500)
+"""As ``LENGTHS``, but 66 for 64: vLLM's ExampleConnector rounds a length down twice when it looks and once when it
+loads, so that a prompt of 65 tokens after its own first 33 ends that engine (a file of 64 tokens which is not there)."""
+
+
 def beside_another(role: str, folder: Path) -> dict[str, Any]:
     ours = {"kv_connector": "KvRdmaConnector", "kv_connector_module_path": "kvrdma.connector", "kv_role": role}
     disk = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -96,5 +101,6 @@ def test_beside_another_connector(tiny_llama: str, tmp_path: Path) -> None:
         *[
             engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
             for role in ("kv_producer", "kv_consumer")
-        ]
+        ],
+        lengths=BESIDE_ANOTHER,
     )
