@@ -80,7 +80,7 @@ def test_kinds_of_kv_between_shapes(tiny_model: Callable[[str], str], name: str)
 
 BESIDE_ANOTHER = (1, 31, 32, 33, 66, 500)
 """As ``LENGTHS``, but 66 for 64: vLLM's ExampleConnector rounds a length down twice when it looks and once when it
-loads, so that a prompt of 65 tokens after its own first 33 ends that engine (a file of 64 tokens which is not there)."""
+loads, so that a prompt of 65 tokens after its own first 33 ends that engine (a file of 64 tokens is not there)."""
 
 
 def beside_another(role: str, folder: Path) -> dict[str, Any]:

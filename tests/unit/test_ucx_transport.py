@@ -120,15 +120,29 @@ def test_only_the_regions_that_were_read_must_be_alive() -> None:
         transport.close()
 
 
+def _wakeups_and_cpu_s() -> tuple[int, float]:
+    """How often the transports' threads went to sleep so far, and how long they have run."""
+    wakeups, cpu_s = 0, 0.0
+    for task in Path("/proc/self/task").iterdir():
+        status = (task / "status").read_text()
+        if status.startswith("Name:\tkvrdma-ucx\n"):
+            wakeups += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+            cpu_s += int((task / "schedstat").read_text().split()[0]) / 1e9
+    return wakeups, cpu_s
+
+
 def test_idle_threads_sleep() -> None:
+    """UCX's keepalive wakes each thread about once a second; how long a wake-up takes is the machine's affair."""
     target, reader = _link()
     peer = reader.transport.connect(*at.exports(target))
     done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
     time.sleep(0.3)
-    before, start = time.process_time(), time.monotonic()
+    before = _wakeups_and_cpu_s()
+    assert before[0] > 0
     time.sleep(2)
-    share = (time.process_time() - before) / (time.monotonic() - start)
-    assert share < 0.02, f"two idle transports take {share:.1%} of a core, not under 1 % each"
+    wakeups, cpu_s = (now - then for now, then in zip(_wakeups_and_cpu_s(), before, strict=True))
+    assert wakeups < 40
+    assert cpu_s < 0.2
     for transport in (reader.transport, target.transport):
         transport.close()
 
