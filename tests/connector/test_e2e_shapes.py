@@ -97,10 +97,8 @@ def beside_another(role: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_beside_another_connector(tiny_llama: str, tmp_path: Path) -> None:
-    check(
-        *[
-            engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
-            for role in ("kv_producer", "kv_consumer")
-        ],
-        lengths=BESIDE_ANOTHER,
+    p, d = (
+        engine(tiny_llama, role, transfer=beside_another(role, tmp_path / role))
+        for role in ("kv_producer", "kv_consumer")
     )
+    check(p, d, BESIDE_ANOTHER)
