@@ -52,7 +52,7 @@ class InFlight:
         """Reads that timed out and may still write into their destination."""
         return tuple(read for read, entry in self._reads.items() if entry.timed_out)
 
-    def read(self, peer: Peer, rows: Rows, timeout_s: float) -> ReadId:
+    def read(self, peer: Peer, rows: Rows, timeout_s: float, then: Rows | None = None) -> ReadId:
         """Post a batch that is reported as failed if it has not ended after ``timeout_s`` seconds.
 
         Raises:
@@ -61,7 +61,7 @@ class InFlight:
         """
         if not timeout_s > 0:
             raise ConfigError(f"read timeout_s={timeout_s}: must be positive")
-        read = self._transport.read(peer, rows)
+        read = self._transport.read(peer, rows, then)
         self._reads[read] = _Read(peer, self._clock() + timeout_s, timeout_s)
         return read
 

@@ -179,17 +179,20 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
-        """Post a batch and return; the array may be reused at once.
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+        """Post a batch and return; the arrays may be reused at once.
 
         Destinations of one batch must not overlap each other.
 
         Args:
             peer: from ``connect``.
             rows: C-contiguous ``(N, 4)`` uint64, see ``kvrdma.rows``; N may be 0, lengths may be 0.
+            then: a few rows that are read when every byte of ``rows`` has arrived and not before, so that they tell
+                how things stood after the rest had been read. They belong to the same read, which ends once; its
+                ``ReadDone`` does not count them.
 
         Raises:
-            RowsError: a row is out of bounds; nothing was posted.
+            RowsError: a row is out of bounds; nothing was posted. The first of ``then`` is row N.
             PeerLostError: the peer was lost or disconnected before.
         """
         ...

@@ -36,7 +36,8 @@ def test_a_comparison_prints_an_object_per_case_and_a_table(capsys: pytest.Captu
         for got in result["contenders"].values():
             assert got["verified"]
             assert 0 < got["gb_per_s"]["min"] <= got["gb_per_s"]["median"] <= got["gb_per_s"]["max"]
-            assert got["share_of_memcpy"] > 0
+            assert got["share_of_memcpy"] > 0 < got["second_read"]["share_of_memcpy"]
+            assert got["second_read"]["held_ns_per_row"] > 0 < got["held_ns_per_row"]
         assert result["contenders"]["memcpy"]["share_of_memcpy"] == 1.0
     table = [line for line in out if line.startswith("|")]
     assert len(table) == 2 + 2 * len(results)
@@ -170,7 +171,7 @@ def test_a_contender_with_wrong_bytes_is_caught() -> None:
 def test_the_table_is_arithmetic() -> None:
     times = [{"total_s": s, "blocking_s": 1e-3, "cpu_s": 2e-3, "target_cpu_s": 3e-3} for s in (1e-3, 2e-3, 4e-3)]
     case = Case("contig", Shape(1, 1000, 1000))  # 1 MB
-    summary = compare._summary(case, times, memcpy_s=1e-3)
+    summary = compare._summary(case, times, [{"total_s": 1e-3}])
     assert summary == {
         "gb_per_s": {"min": 0.25, "median": 0.5, "max": 1.0},
         "share_of_memcpy": 0.5,
@@ -178,6 +179,7 @@ def test_the_table_is_arithmetic() -> None:
         "reader_cpu_ms": 2.0,
         "target_cpu_ms": 3.0,
     }
+    summary["second_read"] = {"gb_per_s": {"median": 0.75}, "held_ns_per_row": 12.0}
     result = {
         "lane": "tcp",
         "pattern": "contig",
@@ -186,5 +188,5 @@ def test_the_table_is_arithmetic() -> None:
         "contenders": {"x": summary | {"verified": True}, "y": summary | {"verified": False}},
     }
     lines = markdown([result]).splitlines()
-    assert lines[2] == "| tcp | contig 1000 x 1 KiB | x | 0.50 (0.25-1.00) | 0.50 | 1000 | 2 + 3 |"
+    assert lines[2] == "| tcp | contig 1000 x 1 KiB | x | 0.50 (0.25-1.00) | 0.50 | 0.75 | 1000 | 12 | 2 + 3 |"
     assert lines[3].endswith("WRONG BYTES")

@@ -63,6 +63,8 @@ class Consumer:
         self._reading = Reading(parts.fence, parts.loop)
         self._holding = Holding(parts.loop, parts.peers, parts.tenant)
         self._pulls: dict[Hashable, Pull] = {}
+        self._fenced = parts.config.verify != "digest"
+        """Words come with the data, not after the checksums."""
         self._closed = False
 
     # What the engine asks for
@@ -157,7 +159,7 @@ class Consumer:
         pull.plan = peer.planner.plan(pull.wanted.blocks, spans, pull.wanted.tokens)
         pull.plan_s = self._loop.now() - began_s
         if reference.live:
-            self._reading.data(pull)
+            self._reading.data(pull, fenced=self._fenced)
             return
         pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
         pull.posted = not pull.unopened
@@ -185,14 +187,14 @@ class Consumer:
         if data is not None:
             pull.rows_posted += completion.rows_posted
             pull.arrived_s = pull.peer.heard_s
-            if self._parts.config.verify != "digest":
-                self._reading.word(pull, data)
+            if self._fenced:
+                self._reading.judge(pull, data)
             elif not pull.data:
                 self._compare(pull)
         elif word is not None and not self._reading.judge(pull, word):
             self._look_again(pull, word)
         elif not pull.posted and pull.plan and not pull.unopened:
-            self._reading.data(pull)
+            self._reading.data(pull, fenced=self._fenced)
 
     def _look_again(self, pull: Pull, index: int) -> None:
         attempt = pull.attempts

@@ -1,13 +1,19 @@
-"""Posts the reads of a pull, the lease's word before and after the data, and judges the words."""
+"""Posts the reads of a pull, the lease's word before and after the data, and judges the words.
+
+The word after the data is a part of the same read (``then``), so that nothing waits for this process to notice that the
+data has arrived; only where checksums are compared in between is it read by itself.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvrdma.engine.links import RankLink
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.pull import Pull, ReadKey
 from kvrdma.errors import LeaseRevokedError, PullError
 from kvrdma.lease import WORD_NBYTES, FenceTable, Verdict, judge
+from kvrdma.rows import Rows
 
 
 class Reading:
@@ -32,6 +38,14 @@ class Reading:
             TransportError: it cannot be read.
             PullError: the reference names no word of the source, or there are too many pulls.
         """
+        link, row = self._word_row(pull, index)
+        key = ReadKey(link.transport.name, link.transport.read(link.peer, row))
+        pull.asked_s = self._loop.now()
+        pull.words[key] = index
+        self.reads[key] = pull
+
+    def _word_row(self, pull: Pull, index: int) -> tuple[RankLink, Rows]:
+        """Give the row that brings the lease's word from a source to a spare word, which is cleared."""
         assert pull.peer
         link, slot = pull.peer.links[index], pull.wanted.reference.lease.slot
         if WORD_NBYTES * (slot + 1) > link.peer.regions[link.fence_region].nbytes:
@@ -44,24 +58,26 @@ class Reading:
                 )
             pull.landing[index] = self._spare.pop()
         local = self._fence.clear_spare(pull.landing[index])
-        row = np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
-        key = ReadKey(link.transport.name, link.transport.read(link.peer, row))
-        pull.asked_s = self._loop.now()
-        pull.words[key] = index
-        self.reads[key] = pull
+        return link, np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
 
-    def data(self, pull: Pull) -> None:
+    def data(self, pull: Pull, *, fenced: bool) -> None:
         """Read everything the plan names; every source's word has been seen live.
+
+        Args:
+            pull: what to read.
+            fenced: read each source's word once its data has arrived.
 
         Raises:
             TransportError: something cannot be read; other reads may be in flight.
+            PullError: as ``word``.
         """
-        assert pull.peer
         assert pull.plan
         pull.posted_s = self._loop.now()
-        for index, (link, source) in enumerate(zip(pull.peer.links, pull.plan.sources, strict=True)):
+        for index, source in enumerate(pull.plan.sources):
             if len(source.rows):
-                key = ReadKey(link.transport.name, link.transport.read(link.peer, source.rows))
+                link, word = self._word_row(pull, index)
+                read = link.transport.read(link.peer, source.rows, word if fenced else None)
+                key = ReadKey(link.transport.name, read)
                 pull.data[key] = index
                 pull.unfenced.add(index)
                 self.reads[key] = pull

@@ -11,7 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
 
 from kvrdma.errors import PeerLostError, TransportClosedError, TransportError
 from kvrdma.rows import as_rows, check_rows
@@ -38,11 +40,16 @@ class Fault(Enum):
     LOSE_PEER = "it fails and its peer is lost"
 
 
+class _Batch(NamedTuple):
+    rows: Rows
+    then: Rows
+
+
 @dataclass(slots=True)
 class _Held:
     read: ReadId
     peer: Peer
-    rows: Rows
+    batch: _Batch
     stuck: bool
 
 
@@ -80,9 +87,9 @@ class FaultTransport:
         held, self._held = self._held, []
         for late in held:
             try:
-                self._post(late.read, late.peer, late.rows)
+                self._post(late.read, late.peer, late.batch)
             except TransportError:
-                self._fail(late.read, late.peer, late.rows)
+                self._fail(late.read, late.peer, late.batch)
         return len(held)
 
     def capabilities(self) -> Capabilities:
@@ -108,26 +115,26 @@ class FaultTransport:
         """As the wrapped transport."""
         return self._inner.connect(address, keys)
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
         """Post the batch with the next fault; rows are checked whatever it is."""
-        rows = as_rows(rows)
+        batch = _Batch(as_rows(rows), as_rows([] if then is None else then))
         local = [(region.addr, region.nbytes) for region in self._regions.values()]
-        check_rows(rows, local, [region.nbytes for region in peer.regions])
+        check_rows(np.concatenate(batch), local, [region.nbytes for region in peer.regions])
         with self._lock:
-            return self._read(peer, rows)
+            return self._read(peer, batch)
 
-    def _read(self, peer: Peer, rows: Rows) -> ReadId:
+    def _read(self, peer: Peer, batch: _Batch) -> ReadId:
         if self._closed:
             raise TransportClosedError(f"{self.name} transport is closed")
         fault = self._faults.popleft() if self._faults else Fault.NONE
         if fault is Fault.FAIL_AT_POST or peer.id in self._lost:
             raise PeerLostError(f"peer {peer.id} was lost: injected")
         read = ReadId(next(self._ids))
-        self._apply(fault)(read, peer, rows)
+        self._apply(fault)(read, peer, batch)
         return read
 
-    def _apply(self, fault: Fault) -> Callable[[ReadId, Peer, Rows], None]:
-        how: dict[Fault, Callable[[ReadId, Peer, Rows], None]] = {
+    def _apply(self, fault: Fault) -> Callable[[ReadId, Peer, _Batch], None]:
+        how: dict[Fault, Callable[[ReadId, Peer, _Batch], None]] = {
             Fault.NONE: self._post,
             Fault.FAIL_AT_POLL: self._fail,
             Fault.HALF_WRITTEN: self._write_half,
@@ -139,31 +146,31 @@ class FaultTransport:
         }
         return how[fault]
 
-    def _post(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        self._names[self._inner.read(peer, rows)] = read
+    def _post(self, read: ReadId, peer: Peer, batch: _Batch) -> None:
+        self._names[self._inner.read(peer, *batch)] = read
 
-    def _fail(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        del rows
+    def _fail(self, read: ReadId, peer: Peer, batch: _Batch) -> None:
+        del batch
         self._push(ReadFailed(read, peer.id, TransportError(f"read {read} failed: injected")))
 
-    def _write_half(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        half = self._inner.read(peer, rows[: len(rows) // 2])
+    def _write_half(self, read: ReadId, peer: Peer, batch: _Batch) -> None:
+        half = self._inner.read(peer, batch.rows[: len(batch.rows) // 2])
         for completion in poll_until(self._inner, half):
             if isinstance(completion, PeerLost) or completion.read != half:
                 self._push(self._renamed(completion))  # of another read: it must not be lost
-        self._fail(read, peer, rows)
+        self._fail(read, peer, batch)
 
-    def _complete_inline(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        self._post(read, peer, rows)
+    def _complete_inline(self, read: ReadId, peer: Peer, batch: _Batch) -> None:
+        self._post(read, peer, batch)
         inner = next(key for key, value in self._names.items() if value == read)
         for completion in poll_until(self._inner, inner):
             self._push(self._renamed(completion))
 
-    def _hold(self, read: ReadId, peer: Peer, rows: Rows, *, stuck: bool) -> None:
-        self._held.append(_Held(read, peer, rows.copy(), stuck))
+    def _hold(self, read: ReadId, peer: Peer, batch: _Batch, *, stuck: bool) -> None:
+        self._held.append(_Held(read, peer, _Batch(*(part.copy() for part in batch)), stuck))
 
-    def _lose(self, read: ReadId, peer: Peer, rows: Rows) -> None:
-        del rows
+    def _lose(self, read: ReadId, peer: Peer, batch: _Batch) -> None:
+        del batch
         reason = PeerLostError(f"peer {peer.id} was lost: injected")
         self._lost.add(peer.id)
         self._end_held(lambda held: held.peer.id == peer.id)
@@ -198,7 +205,7 @@ class FaultTransport:
     def _end_held(self, which: Callable[[_Held], bool]) -> None:
         for held in [held for held in self._held if which(held) and not held.stuck]:
             self._held.remove(held)
-            self._fail(held.read, held.peer, held.rows)
+            self._fail(held.read, held.peer, held.batch)
 
     def _push(self, completion: Completion) -> None:
         self._ready.append(completion)

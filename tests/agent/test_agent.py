@@ -253,7 +253,7 @@ def test_an_engine_that_is_a_store_itself(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_store_that_is_gone_costs_time_up_to_the_deadline_only(store: StoreServer) -> None:
-    with agent_at(store, send_timeout_s=0.5, recv_timeout_s=0.5) as agent:
+    with agent_at(store, send_timeout_s=2.0, recv_timeout_s=2.0) as agent:
         caches, batch = make_caches(), make_batch(PROMPTS, THERE)
         hidden = MODEL.prefill(batch, caches)
         agent.send_kv_caches_and_hidden_states(MODEL, batch, caches, hidden)
@@ -261,7 +261,7 @@ def test_a_store_that_is_gone_costs_time_up_to_the_deadline_only(store: StoreSer
         began_s = time.monotonic()
         agent.send_kv_caches_and_hidden_states(MODEL, batch, caches, hidden)
         assert agent.recv_kv_caches_and_hidden_states(MODEL, batch, caches)[:2] == (None, False)
-        assert time.monotonic() - began_s < 1.0 + 8.0
+        assert time.monotonic() - began_s < 4.0 + 8.0
         assert isinstance(agent.connector, StoreConnector)
         assert agent.connector.stats()["prompts_stored"] == 3
         assert agent.connector._engine is not None

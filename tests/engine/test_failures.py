@@ -29,12 +29,25 @@ def short() -> Iterator[Scene]:
     scene.close()
 
 
+STAGES = {"word before": ("none", 0), "data and word": ("none", 1), "word after checksums": ("digest", 2)}
+"""Reads of a pull: what has to be verified for that one to be made, and how many come before it."""
+each_stage = pytest.mark.parametrize(("verify", "at"), STAGES.values(), ids=STAGES)
+
+
+@pytest.fixture
+def staged(verify: str) -> Iterator[Scene]:
+    scene = Scene(replace(SMALL, verify=verify))
+    yield scene
+    scene.close()
+
+
 # Retries
 
 
 @pytest.mark.parametrize("fault", [Fault.FAIL_AT_POST, Fault.FAIL_AT_POLL, Fault.HALF_WRITTEN, Fault.LOSE_PEER])
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["word before", "data", "word after"])
-def test_one_failure_is_retried_on_a_fresh_connection(scene: Scene, fault: Fault, at: int) -> None:
+@each_stage
+def test_one_failure_is_retried_on_a_fresh_connection(staged: Scene, fault: Fault, at: int) -> None:
+    scene = staged
     scene.fault.inject(*[Fault.NONE] * at, fault)
     event = done(scene.rank.pull(1, scene.publish(), [0, 1, 2]))
     assert event.attempts == 2
@@ -44,8 +57,9 @@ def test_one_failure_is_retried_on_a_fresh_connection(scene: Scene, fault: Fault
     until(lambda: busy(scene.rank.engine) == {})
 
 
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["word before", "data", "word after"])
-def test_two_failures_are_the_end(scene: Scene, at: int) -> None:
+@each_stage
+def test_two_failures_are_the_end(staged: Scene, at: int) -> None:
+    scene = staged
     scene.fault.inject(*[Fault.NONE] * at, Fault.FAIL_AT_POLL, *[Fault.NONE] * at, Fault.FAIL_AT_POLL)
     event = failed(scene.rank.pull(1, scene.publish(), [0, 1, 2]))
     assert isinstance(event.reason, TransportError)
@@ -82,15 +96,15 @@ def test_a_connection_given_up_for_one_pull_costs_the_others_no_strike(scene: Sc
 # Deadlines and quarantine
 
 
-@pytest.mark.parametrize("at", [0, 1, 2], ids=["word before", "data", "word after"])
-def test_a_read_that_ends_with_its_connection_is_failed_at_the_deadline(short: Scene, at: int) -> None:
-    short.fault.inject(*[Fault.NONE] * at, Fault.LATE)
+@each_stage
+def test_a_read_that_ends_with_its_connection_is_failed_at_the_deadline(staged: Scene, at: int) -> None:
+    staged.fault.inject(*[Fault.NONE] * at, Fault.LATE)
     began_s = time.monotonic()
-    event = failed(short.rank.pull(1, short.publish(), [0, 1, 2]))
+    event = failed(staged.rank.pull(1, staged.publish(), [0, 1, 2], timeout_s=0.5))
     assert isinstance(event.reason, PullTimeoutError)
     assert not event.quarantined
     assert 0.5 <= time.monotonic() - began_s < 8
-    until(lambda: busy(short.rank.engine) == {})
+    until(lambda: busy(staged.rank.engine) == {})
 
 
 def test_a_read_that_never_ends_is_quarantined_and_later_released(

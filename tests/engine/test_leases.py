@@ -156,7 +156,7 @@ def test_every_lease_taken() -> None:
 # Aborts
 
 
-@pytest.mark.parametrize("stage", ["queued", "handshaking", "word", "reading", "fencing", "after"])
+@pytest.mark.parametrize("stage", ["queued", "handshaking", "word", "reading", "after"])
 def test_abort_at_every_stage(scene: Scene, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scene.rank.engine
     reference = scene.publish()
@@ -168,7 +168,7 @@ def test_abort_at_every_stage(scene: Scene, stage: str, monkeypatch: pytest.Monk
             return slow(ref)
 
         monkeypatch.setattr(engine._peers, "_connect", connect)
-    held = {"word": [Fault.LATE], "reading": [WORD, Fault.LATE], "fencing": [WORD, WORD, Fault.LATE]}
+    held = {"word": [Fault.LATE], "reading": [WORD, Fault.LATE]}
     scene.fault.inject(*held.get(stage, []))
     if stage == "queued":
         engine._loop.run(lambda: time.sleep(0.2))

@@ -147,9 +147,9 @@ class Hasty(MemoryTransport):
         self._missing = missing
         self._owed: tuple[Peer, Rows] | None = None
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
         self._owed = peer, rows[self._missing :][:1].copy()
-        return super().read(peer, np.delete(rows, self._missing, axis=0))
+        return super().read(peer, np.delete(rows, self._missing, axis=0), then)
 
     def arrive(self) -> None:
         if self._owed is not None:
@@ -178,9 +178,9 @@ class Lazy(MemoryTransport):
 
     reads = 0
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
         self.reads += 1
-        return super().read(peer, rows if self.reads <= 2 else np.empty((0, 4), np.uint64))
+        return super().read(peer, rows if self.reads <= 2 else np.empty((0, 4), np.uint64), then)
 
 
 def test_stale_bytes_of_an_earlier_read_do_not_pass() -> None:
@@ -306,9 +306,9 @@ def test_a_spent_budget_leaves_three_reads_and_an_unlimited_one_all(budget_s: fl
     class Counting(MemoryTransport):
         count = 0
 
-        def read(self, peer: Peer, rows: Rows) -> ReadId:
+        def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
             self.count += 1
-            return super().read(peer, rows)
+            return super().read(peer, rows, then)
 
     transport = Counting()
     assert run(transport, LinkOptions(iters=9, budget_s=budget_s)).report.verified

@@ -76,8 +76,9 @@ static uint64_t connect(Handle &handle, int pid, uint64_t start, uint64_t cookie
     return handle.call([&](Core &core) { return core.connect(who, std::move(memory)); });
 }
 
-static uint64_t read(Handle &handle, uint64_t peer, const RowArray &array) {
-    return handle.call([&](Core &core) { return core.read(peer, rows_of(array), array.shape(0)); });
+static uint64_t read(Handle &handle, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
+    const Given given = given_of(rows, then);
+    return handle.call([&](Core &core) { return core.read(peer, given); });
 }
 
 NB_MODULE(_cma, module) {
@@ -110,7 +111,7 @@ NB_MODULE(_cma, module) {
         .def("check_open", [](Handle &handle) { handle.call([](Core &core) { core.check_open(); }); })
         .def("connect", &connect, nb::arg("pid"), nb::arg("start_time"), nb::arg("cookie_addr"), nb::arg("cookie"),
              nb::arg("memory"))
-        .def("read", &read, nb::arg("peer"), nb::arg("rows"))
+        .def("read", &read, nb::arg("peer"), nb::arg("rows"), nb::arg("then") = nb::none())
         .def("poll", [](Handle &handle) { return events_of(handle.call([](Core &core) { return core.poll(); })); })
         .def("fileno", [](Handle &handle) { return handle.call([](Core &core) { return core.fd(); }); })
         .def(

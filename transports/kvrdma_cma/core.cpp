@@ -193,10 +193,11 @@ uint64_t Core::connect(const Identity &who, std::vector<RemoteMemory> memory) {
     return id;
 }
 
-uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
+uint64_t Core::read(uint64_t peer_id, const Given &given) {
     auto batch = std::make_shared<Batch>();
     batch->rows = buffers_.take();
-    batch->rows_given = count;
+    batch->rows_given = given.count;
+    batch->tail = given.then_count;
     std::unique_lock lock(mutex_);
     require_open();
     const auto found = peers_.find(peer_id);
@@ -205,14 +206,14 @@ uint64_t Core::read(uint64_t peer_id, const Row *rows, size_t count) {
     PeerState &peer = *found->second;
     if (!peer.lost.empty())
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " was lost: " + peer.lost, peer.lost_code);
-    batch->nbytes =
-        take_rows(rows, count, batch->rows, table_, peer.sizes, [&](const Run &run) { note_run(*batch, run); });
+    const Taken taken = take_batch(given, batch->rows, table_, peer.sizes, [&](const Run &run) { note_run(*batch, run); });
+    batch->nbytes = taken.nbytes;
     batch->peer = found->second;
     batch->read = next_id_++;
     ++peer.in_flight;
     const uint64_t id = batch->read;
     in_flight_[id] = batch;
-    if (count <= kRowsHere && batch->nbytes <= kBytesHere) {
+    if (batch->rows.size() <= kRowsHere && taken.nbytes + taken.then_nbytes <= kBytesHere) {
         read_here(batch, lock);
         return id;
     }

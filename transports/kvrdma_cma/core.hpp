@@ -86,13 +86,16 @@ struct Batch {
     std::map<uint32_t, Span> written; // by local region: from the first to the last byte that may be written
     std::set<uint32_t> remote_regions;
     bool queued = true, prepared = false;
+    size_t tail = 0;         // the last rows, read once the others have arrived
+    size_t end = 0;          // of what may be claimed now
+    size_t rows_posted = 0;
     size_t next = 0;         // first row not yet claimed
     uint64_t next_offset = 0; // and how much of it is
     size_t working = 0;      // threads with a chunk of it in hand
     std::string error_kind, error; // the first failure
     int error_code = 0;
 
-    bool claimed() const noexcept { return prepared && next == rows.size(); }
+    bool claimed() const noexcept { return prepared && next == end; }
     bool failed() const noexcept { return !error_kind.empty(); }
     void fail(const char *kind, const std::string &why, int code);
 };
@@ -105,7 +108,7 @@ class Core : public std::enable_shared_from_this<Core> {
     Mark add_region(uint64_t addr, uint64_t nbytes);
     void remove_region(uint32_t id);
     uint64_t connect(const Identity &who, std::vector<RemoteMemory> memory);
-    uint64_t read(uint64_t peer, const Row *rows, size_t count);
+    uint64_t read(uint64_t peer, const Given &given);
     void disconnect(uint64_t peer);
     void check_open() const;
     void close();
@@ -133,6 +136,7 @@ class Core : public std::enable_shared_from_this<Core> {
     bool claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const;
     void copy_apart(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock, bool called);
     void copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock);
+    void copy_tail(Batch &batch, std::unique_lock<std::mutex> &lock);
     void check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock);
     void read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);
     void finish(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock);

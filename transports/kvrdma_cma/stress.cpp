@@ -40,6 +40,9 @@ std::vector<Row> rows_into(uint64_t destination, uint64_t seed) {
     return rows;
 }
 
+// With a tail of the last block.
+Given given(const std::vector<Row> &rows) { return {rows.data(), rows.size() - 1, &rows.back(), 1}; }
+
 } // namespace
 
 int main() {
@@ -67,7 +70,7 @@ int main() {
             for (uint64_t i = 0; i < kReads; ++i)
                 try {
                     const std::vector<Row> batch = rows(i);
-                    core->read(i % 2 ? steady : doomed, batch.data(), batch.size());
+                    core->read(i % 2 ? steady : doomed, given(batch));
                     ++posted;
                 } catch (const StatusError &) {
                     ++refused;
@@ -89,7 +92,7 @@ int main() {
     const uint64_t brief = connect_to(*core, first, base, process, region);
     for (uint64_t i = 0; i < kLast; ++i, ++posted) {
         const std::vector<Row> batch = rows(i);
-        core->read(i % 2 ? steady : brief, batch.data(), batch.size());
+        core->read(i % 2 ? steady : brief, given(batch));
     }
     core->disconnect(brief);
     core->close();

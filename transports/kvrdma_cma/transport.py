@@ -155,12 +155,12 @@ class CmaTransport:
         self._peers[peer.id] = peer
         return peer
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
-        array = as_rows(rows)
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+        array, last = as_rows(rows), None if then is None else as_rows(then)
         if self._peers.get(peer.id) is not peer:
             self._core.check_open()
             raise PeerLostError(f"peer {peer.id} is not connected to this transport (any more): connect again")
-        return ReadId(self._core.read(peer.id, array))
+        return ReadId(self._core.read(peer.id, array, last))
 
     def poll(self) -> list[Completion]:
         return [completion_of(event) for event in self._core.poll()]

@@ -72,8 +72,9 @@ bool Core::call_another() {
 void Core::prepare(Batch &batch, std::unique_lock<std::mutex> &lock) {
     if (!batch.failed()) {
         lock.unlock();
-        merge_rows(batch.rows);
+        const size_t head = merge_batch(batch.rows, batch.tail);
         lock.lock();
+        batch.end = batch.rows_posted = head;
     }
     batch.prepared = true;
 }
@@ -86,7 +87,7 @@ bool Core::claim(Batch &batch, Pieces &pieces, uint64_t &nbytes) const {
         batch.fail("PeerLostError", batch.peer->lost, batch.peer->lost_code);
     if (batch.failed())
         return false;
-    while (batch.next < batch.rows.size() && !pieces.full() && nbytes < most) {
+    while (batch.next < batch.end && !pieces.full() && nbytes < most) {
         const Row &row = batch.rows[batch.next];
         const uint64_t part = std::min(row.length - batch.next_offset, most - nbytes);
         const uint64_t remote = batch.peer->memory[row.remote_region()].addr + row.offset;
@@ -143,6 +144,15 @@ void Core::copy(Batch &batch, Pieces &pieces, std::unique_lock<std::mutex> &lock
                    result.error);
 }
 
+// The rest of a batch whose head has arrived.
+void Core::copy_tail(Batch &batch, std::unique_lock<std::mutex> &lock) {
+    Pieces pieces;
+    uint64_t nbytes = 0;
+    batch.end = batch.rows.size();
+    for (; claim(batch, pieces, nbytes); nbytes = 0)
+        copy(batch, pieces, lock);
+}
+
 // The bytes count only if the process and its registrations were still what the keys say after they were read.
 void Core::check_cookies(Batch &batch, std::unique_lock<std::mutex> &lock) {
     const PeerState &peer = *batch.peer;
@@ -172,20 +182,22 @@ void Core::read_here(const std::shared_ptr<Batch> &batch, std::unique_lock<std::
     batch->queued = false;
     batch->working = 1; // whoever cancels it meanwhile leaves its end to this thread
     prepare(*batch, lock);
-    while (claim(*batch, pieces, nbytes))
+    for (; claim(*batch, pieces, nbytes); nbytes = 0)
         copy(*batch, pieces, lock);
     batch->working = 0;
     finish(batch, lock);
 }
 
 void Core::finish(const std::shared_ptr<Batch> &batch, std::unique_lock<std::mutex> &lock) {
+    if (!batch->failed() && batch->end < batch->rows.size())
+        copy_tail(*batch, lock);
     if (!batch->failed())
         check_cookies(*batch, lock);
     if (!batch->peer->lost.empty())
         batch->fail("PeerLostError", batch->peer->lost, batch->peer->lost_code);
     in_flight_.erase(batch->read);
     --batch->peer->in_flight;
-    completions_.push({batch->error_kind, batch->read, batch->peer->id, batch->rows_given, batch->rows.size(),
+    completions_.push({batch->error_kind, batch->read, batch->peer->id, batch->rows_given, batch->rows_posted,
                        batch->nbytes, batch->error, batch->error_code});
     buffers_.give_back(std::move(batch->rows));
     settle(*batch->peer);

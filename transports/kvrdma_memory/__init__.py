@@ -14,7 +14,10 @@ import secrets
 import threading
 import weakref
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
 
 from kvrdma.blob import seal, unseal
 from kvrdma.errors import (
@@ -52,6 +55,24 @@ if TYPE_CHECKING:
 _network: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Post:
+    """A read that ``poll`` has not carried out yet."""
+
+    read: ReadId
+    peer: Peer
+    rows: Rows
+    """Merged."""
+    then: Rows
+    count: int
+    """Of the rows that were handed over."""
+
+    @property
+    def all_rows(self) -> list[list[int]]:
+        """In the order in which they are read."""
+        return [*self.rows.tolist(), *self.then.tolist()]
+
+
 class MemoryTransport:
     """Moves bytes between regions of this process."""
 
@@ -67,7 +88,7 @@ class MemoryTransport:
         self._regions: dict[int, Region] = {}
         self._remote: dict[PeerId, tuple[Peer, MemoryTransport, list[int]]] = {}
         self._lost: set[PeerId] = set()
-        self._posted: deque[tuple[ReadId, Peer, Rows, int]] = deque()
+        self._posted: deque[_Post] = deque()
         self._completions: deque[Completion] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
@@ -94,12 +115,14 @@ class MemoryTransport:
             self._check_open()
             if self._regions.get(region.id) != region:
                 raise RegistrationError(f"region {region.id} is not registered with this transport")
-            for read, _, rows, _ in self._posted:
+            for post in self._posted:
                 if any(
                     addr < region.addr + region.nbytes and region.addr < addr + length
-                    for addr, _, _, length in rows.tolist()  # merged rows may span regions that touch
+                    for addr, _, _, length in post.all_rows  # merged rows may span regions that touch
                 ):
-                    raise RegionBusyError(f"region {region.id} is the destination of read {read}: poll until it ends")
+                    raise RegionBusyError(
+                        f"region {region.id} is the destination of read {post.read}: poll until it ends"
+                    )
             del self._regions[region.id]
 
     def address(self) -> bytes:
@@ -122,16 +145,16 @@ class MemoryTransport:
             self._remote[peer.id] = (peer, remote, numbers)
             return peer
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
-        rows = as_rows(rows)
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+        rows, last = as_rows(rows), as_rows([] if then is None else then)
         with self._lock:
             self._check_open()
             if peer.id not in self._remote or self._remote[peer.id][0] is not peer or peer.id in self._lost:
                 raise PeerLostError(f"peer {peer.id} was lost or disconnected here, or never connected: connect again")
             local = [(region.addr, region.nbytes) for region in self._regions.values()]
-            check_rows(rows, local, [region.nbytes for region in peer.regions])
+            check_rows(np.concatenate([rows, last]), local, [region.nbytes for region in peer.regions])
             read = ReadId(next(self._ids))
-            self._posted.append((read, peer, merge_rows(rows), len(rows)))
+            self._posted.append(_Post(read, peer, merge_rows(rows), last.copy(), len(rows)))
             os.eventfd_write(self._fd, 1)
             return read
 
@@ -139,7 +162,7 @@ class MemoryTransport:
         self._check_process()
         with self._lock:
             while self._posted:
-                self._carry_out(*self._posted.popleft())
+                self._carry_out(self._posted.popleft())
             done = list(self._completions)
             self._completions.clear()
             if done:
@@ -152,7 +175,7 @@ class MemoryTransport:
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
             if peer.id in self._remote and self._remote[peer.id][0] is peer:
-                self._cancel([post for post in self._posted if post[1] is peer], f"peer {peer.id} was disconnected")
+                self._cancel([post for post in self._posted if post.peer is peer], f"peer {peer.id} was disconnected")
                 del self._remote[peer.id]
 
     def close(self) -> None:
@@ -172,36 +195,41 @@ class MemoryTransport:
         if self._closed:
             raise TransportClosedError(f"{self.name} transport is closed")
 
-    def _carry_out(self, read: ReadId, peer: Peer, rows: Rows, count: int) -> None:
+    def _carry_out(self, post: _Post) -> None:
+        peer, rows = post.peer, post.all_rows
         _, remote, numbers = self._remote[peer.id]
         sources = [remote._regions.get(number) for number in numbers]  # noqa: SLF001 - the other end of the wire
-        error = _error(remote, sources, [sources[index] for index in set(rows[:, 1].tolist())], peer)
+        named = {index for _, index, _, _ in rows}
+        error = _error(remote, sources, [sources[index] for index in named], peer)
         if error is None:
-            for addr, index, offset, length in rows.tolist():
-                ctypes.memmove(addr, sources[index].addr + offset, length)
+            base = {index: region.addr for index, region in enumerate(sources) if region is not None}
+            for addr, index, offset, length in rows:
+                ctypes.memmove(addr, base[index] + offset, length)
             # The bytes count only if their registration held until they had all been read.
             now = [remote._regions.get(number) for number in numbers]  # noqa: SLF001
-            error = _error(remote, sources, [now[index] for index in set(rows[:, 1].tolist())], peer)
+            error = _error(remote, sources, [now[index] for index in named], peer)
         if isinstance(error, PeerLostError):
-            self._lose(read, peer, error)
+            self._lose(post.read, peer, error)
         elif error is not None:
-            self._completions.append(ReadFailed(read, peer.id, error))
+            self._completions.append(ReadFailed(post.read, peer.id, error))
         else:
-            self._completions.append(ReadDone(read, peer.id, count, len(rows), int(rows[:, 3].sum())))
+            nbytes = int(post.rows[:, 3].sum())
+            self._completions.append(ReadDone(post.read, peer.id, post.count, len(post.rows), nbytes))
 
     def _lose(self, read: ReadId, peer: Peer, reason: TransportError) -> None:
         self._completions.append(ReadFailed(read, peer.id, reason))
-        for post in [post for post in self._posted if post[1] is peer]:
+        for post in [post for post in self._posted if post.peer is peer]:
             self._posted.remove(post)
-            self._completions.append(ReadFailed(post[0], peer.id, reason))
+            self._completions.append(ReadFailed(post.read, peer.id, reason))
         if peer.id not in self._lost:
             self._lost.add(peer.id)
             self._completions.append(PeerLost(peer.id, reason))
 
-    def _cancel(self, posts: list[tuple[ReadId, Peer, Rows, int]], why: str) -> None:
+    def _cancel(self, posts: list[_Post], why: str) -> None:
         for post in posts:
             self._posted.remove(post)
-            self._completions.append(ReadFailed(post[0], post[1].id, ReadCancelledError(f"read {post[0]}: {why}")))
+            reason = ReadCancelledError(f"read {post.read}: {why}")
+            self._completions.append(ReadFailed(post.read, post.peer.id, reason))
 
 
 def _error(

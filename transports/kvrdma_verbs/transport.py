@@ -156,13 +156,13 @@ class VerbsTransport:
         self._peers[peer.id] = peer
         return peer
 
-    def read(self, peer: Peer, rows: Rows) -> ReadId:
+    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
         """Check and copy the rows, hand them to the thread that posts, and return."""
-        array = as_rows(rows)
+        array, last = as_rows(rows), None if then is None else as_rows(then)
         if self._peers.get(peer.id) is not peer:
             self._core.address()  # raises if closed
             raise PeerLostError(f"peer {peer.id} is not a peer of this transport, or was disconnected: connect first")
-        return ReadId(self._core.read(peer.id, array))
+        return ReadId(self._core.read(peer.id, array, last))
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""

@@ -3,6 +3,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -18,7 +19,10 @@ namespace nb = nanobind;
 using RowArray = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using Event = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, std::string, int>;
 
-inline const Row *rows_of(const RowArray &array) { return reinterpret_cast<const Row *>(array.data()); }
+inline Given given_of(const RowArray &rows, const std::optional<RowArray> &then) {
+    const auto data = [](const RowArray &array) { return reinterpret_cast<const Row *>(array.data()); };
+    return {data(rows), rows.shape(0), then ? data(*then) : nullptr, then ? then->shape(0) : 0};
+}
 
 inline std::vector<Event> events_of(std::vector<Completion> &&done) {
     std::vector<Event> events;

@@ -1,10 +1,13 @@
 // Rows, and the three things done to a batch before it is posted: copy it with its bounds checked, sort, merge.
+//
+// A batch has a head and, behind it in the same array, a tail: rows that are read once the head has arrived.
 // kvrdma/rows.py is the readable definition of the same functions.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <string>
@@ -127,16 +130,27 @@ struct Run {
     uint64_t begin, end; // local addresses, from the first byte that may be written to behind the last
 };
 
+// A batch as a caller gives it.
+struct Given {
+    const Row *rows = nullptr;
+    size_t count = 0;
+    const Row *then = nullptr; // the tail
+    size_t then_count = 0;
+};
+
+struct Taken {
+    uint64_t nbytes = 0, then_nbytes = 0;
+};
+
 // 2 KiB: the processor's own prefetching ends at each page, where cold memory costs most (10 to 6 ns a row).
 constexpr size_t kPrefetchRows = 64;
 
 // Copies rows that a caller gave and may change meanwhile, checks the copies and tells `note` of every Run, in one
-// pass: cold memory is what a caller of read() waits for. Returns the bytes of the batch. Throws RowsError for the first
-// row that leaves its local or remote region.
+// pass: cold memory is what a caller of read() waits for. `rows` has room for them from `first` on. Returns their bytes.
+// Throws RowsError for the first row that leaves its local or remote region.
 template <typename Note>
-uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, const RegionTable &local,
+uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_t first, const RegionTable &local,
                    const std::vector<uint64_t> &remote, Note note) {
-    rows.resize(count);
     const RegionTable::Entry *here = nullptr;
     uint64_t nbytes = 0, regions = ~0ull, begin = 0, end = 0;
     const auto noted = [&] {
@@ -146,18 +160,18 @@ uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, const
     for (size_t i = 0; i < count; ++i) {
         const size_t ahead = std::min(i + kPrefetchRows, count - 1);
         __builtin_prefetch(given + ahead);
-        __builtin_prefetch(rows.data() + ahead, 1);
+        __builtin_prefetch(rows.data() + first + ahead, 1);
         const Row row = const_cast<const volatile Row *>(given + i)->once();
         if (row.region >= remote.size())
-            refuse(row, i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
+            refuse(row, first + i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
         const uint64_t size = remote[row.region];
         if (row.length > size || row.offset > size - row.length)
-            refuse(row, i, "ends outside the remote region of " + std::to_string(size) + " bytes");
+            refuse(row, first + i, "ends outside the remote region of " + std::to_string(size) + " bytes");
         if (!here || row.local < here->begin || row.length > here->end - here->begin ||
             row.local - here->begin > here->end - here->begin - row.length)
             here = local.find(row.local, row.length);
         if (!here)
-            refuse(row, i, "its local bytes are in no region registered here");
+            refuse(row, first + i, "its local bytes are in no region registered here");
         const uint64_t both = row.region | static_cast<uint64_t>(here->id) << 32;
         if (both != regions) {
             noted();
@@ -166,10 +180,19 @@ uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, const
         begin = std::min(begin, row.local);
         end = std::max(end, row.local + row.length);
         nbytes += row.length;
-        rows[i] = Row(row.local, both, row.offset, row.length);
+        rows[first + i] = Row(row.local, both, row.offset, row.length);
     }
     noted();
     return nbytes;
+}
+
+// A whole batch, likewise: its tail lies behind its head.
+template <typename Note>
+Taken take_batch(const Given &given, std::vector<Row> &rows, const RegionTable &local,
+                 const std::vector<uint64_t> &remote, Note note) {
+    rows.resize(given.count + given.then_count);
+    return {take_rows(given.rows, given.count, rows, 0, local, remote, note),
+            take_rows(given.then, given.then_count, rows, given.count, local, remote, note)};
 }
 
 inline bool in_order(const std::vector<Row> &rows) noexcept {
@@ -255,6 +278,16 @@ inline void merge_rows(std::vector<Row> &rows) {
             rows[++kept] = rows[i];
     }
     rows.resize(kept + 1);
+}
+
+// Does so with the head of a batch and moves its tail, without empty rows, up behind it. Returns the rows of the head.
+inline size_t merge_batch(std::vector<Row> &rows, size_t tail) {
+    const std::vector<Row> last(rows.end() - static_cast<std::ptrdiff_t>(tail), rows.end());
+    rows.resize(rows.size() - tail);
+    merge_rows(rows);
+    const size_t head = rows.size();
+    std::copy_if(last.begin(), last.end(), std::back_inserter(rows), [](const Row &row) { return row.length > 0; });
+    return head;
 }
 
 } // namespace kvrdma

@@ -66,16 +66,16 @@ class Slots {
         return slot;
     }
 
-    // Copies a batch, checked, tells `note` of its runs and returns its bytes. Until release(), which takes the rows, the
+    // Copies a batch, checked, tells `note` of its runs and returns the bytes of its head. Until release(), which takes the rows, the
     // regions in `slots`, through which it is written, and every other one that holds a byte of it are busy; `rows` must
     // not move.
     template <typename Note>
-    uint64_t acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
+    uint64_t acquire(const Given &given, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
                      std::vector<uint32_t> &slots, Note note) {
         rows = buffers_.take();
         std::shared_lock lock(mutex_);
         std::bitset<kSlots> seen;
-        const uint64_t nbytes = take_rows(given, count, rows, table_, remote, [&](const Run &run) {
+        const Taken taken = take_batch(given, rows, table_, remote, [&](const Run &run) {
             if (run.begin < run.end && !seen.test(run.local_region)) {
                 seen.set(run.local_region);
                 slots.push_back(run.local_region);
@@ -88,12 +88,13 @@ class Slots {
         }
         for (uint32_t slot : slots)
             slots_[slot].reads.fetch_add(1, std::memory_order_relaxed);
-        return nbytes;
+        return taken.nbytes;
     }
 
-    void merge(std::vector<Row> &rows) const {
+    // As merge_batch.
+    size_t merge(std::vector<Row> &rows, size_t tail) const {
         std::shared_lock lock(mutex_); // reads_into() may not look at them meanwhile
-        merge_rows(rows);
+        return merge_batch(rows, tail);
     }
 
     void release(std::vector<Row> &rows, const std::vector<uint32_t> &slots) {

@@ -62,9 +62,10 @@ auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance
     return std::make_tuple(made.peer, made.one_sided, made.via);
 }
 
-uint64_t read(Transport &self, uint64_t peer, const RowArray &rows) {
+uint64_t read(Transport &self, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
+    const Given given = given_of(rows, then);
     nb::gil_scoped_release unlocked;
-    return self.read(peer, rows_of(rows), rows.shape(0));
+    return self.read(peer, given);
 }
 
 std::vector<Event> poll(Transport &self) {
@@ -102,7 +103,7 @@ NB_MODULE(_ucx, module) {
         .def("address", &kvrdma::ucx::address, "(worker address, instance, table addr, table rkey)")
         .def("connect", &kvrdma::ucx::connect, "worker"_a, "instance"_a, "table_addr"_a, "table_rkey"_a, "regions"_a,
              "timeout_s"_a, "(peer, one_sided, via); regions are (addr, nbytes, slot, cuda, cookie, rkey).")
-        .def("read", &kvrdma::ucx::read, "peer"_a, "rows"_a.noconvert())
+        .def("read", &kvrdma::ucx::read, "peer"_a, "rows"_a.noconvert(), "then"_a.noconvert() = nb::none())
         .def("poll", &kvrdma::ucx::poll)
         .def("fileno", &Transport::fd)
         .def("disconnect", &Transport::disconnect, "peer"_a, unlocked)

@@ -23,7 +23,7 @@ void Endpoint::add(std::unique_ptr<Read> owned) {
     read.endpoint = this;
     reads_.emplace(read.id, std::move(owned));
     if (!closing_)
-        requeue(read, posting_, !read.rows.empty());
+        requeue(read, posting_, read.end > 0);
 }
 
 bool Endpoint::can_post() const noexcept {
@@ -62,9 +62,9 @@ void Endpoint::post_pieces(uint32_t quantum) {
         Read &read = *posting_.front();
         posting_.pop_front();
         const uint32_t share = std::min<uint32_t>(quantum, shared_.options.max_in_flight - outstanding_);
-        for (uint32_t i = 0; i < share && read.next_row < read.rows.size() && post_piece(read); ++i)
+        for (uint32_t i = 0; i < share && read.next_row < read.end && post_piece(read); ++i)
             --quantum;
-        requeue(read, posting_, read.next_row < read.rows.size());
+        requeue(read, posting_, read.next_row < read.end);
     }
 }
 
@@ -130,7 +130,10 @@ void Endpoint::fail_read(Read &read, ucs_status_t status, const char *what) {
 }
 
 void Endpoint::settle(Read &read) {
-    if (one_sided_ && !read.failure && !read.planned && !read.rows.empty()) {
+    if (!read.failure && read.end < read.rows.size()) {
+        read.end = read.rows.size();
+        requeue(read, posting_, true);
+    } else if (one_sided_ && !read.failure && !read.planned && !read.rows.empty()) {
         plan_checks(read);
         requeue(read, checking_, true);
     } else {

@@ -13,7 +13,7 @@ void Endpoint::post_asks(uint32_t quantum) {
         Read &read = *posting_.front();
         posting_.pop_front();
         const bool posted = read.failure || post_ask(read);
-        requeue(read, posting_, posted && read.next_row < read.rows.size());
+        requeue(read, posting_, posted && read.next_row < read.end);
     }
 }
 
@@ -46,7 +46,7 @@ void Endpoint::fill(Ask &ask, std::vector<WireRegion> &regions, std::vector<Wire
     Read &read = *ask.read;
     uint64_t nbytes = 0;
     uint32_t last_region = ~0u;
-    while (read.next_row < read.rows.size() && pieces.size() < kAskPieces && nbytes < kAskBytes) {
+    while (read.next_row < read.end && pieces.size() < kAskPieces && nbytes < kAskBytes) {
         const Row &row = read.rows[read.next_row];
         if (row.remote_region() != last_region) { // rows are sorted by region, so that few are named twice
             last_region = row.remote_region();

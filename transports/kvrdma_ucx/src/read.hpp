@@ -25,10 +25,12 @@ struct Read {
     uint64_t id = 0;
     uint64_t nrows = 0, rows_posted = 0, nbytes = 0;
     std::vector<Row> rows;
+    size_t tail = 0; // the last of them, read once the others have arrived
     std::vector<uint32_t> local_slots; // busy until the read has ended
     Endpoint *endpoint = nullptr;
 
     // Of the progress thread.
+    size_t end = 0; // of the rows that may be posted now
     size_t next_row = 0;
     uint64_t row_offset = 0;
     uint32_t outstanding = 0; // requests whose callback has not come

@@ -55,11 +55,11 @@ class Regions {
     Registered add(uint64_t addr, uint64_t nbytes, int cuda);
     void remove(uint64_t id);
 
-    uint64_t acquire(const Row *given, size_t count, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
+    uint64_t acquire(const Given &given, const std::vector<uint64_t> &remote, std::vector<Row> &rows,
                      std::vector<uint32_t> &slots) {
-        return slots_.acquire(given, count, remote, rows, slots, [](const Run &) {});
+        return slots_.acquire(given, remote, rows, slots, [](const Run &) {});
     }
-    void merge(std::vector<Row> &rows) const { slots_.merge(rows); }
+    size_t merge(std::vector<Row> &rows, size_t tail) const { return slots_.merge(rows, tail); }
     void release(std::vector<Row> &rows, const std::vector<uint32_t> &slots) { slots_.release(rows, slots); }
 
     // Of a busy region only, so from any thread.

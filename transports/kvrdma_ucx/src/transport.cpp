@@ -96,17 +96,18 @@ Connected Transport::connect(PeerSpec spec, double timeout_s) {
     throw StatusError(why.kind, why.message, why.code);
 }
 
-uint64_t Transport::read(uint64_t peer_id, const Row *rows, size_t count) {
+uint64_t Transport::read(uint64_t peer_id, const Given &given) {
     const Lock lock = open();
     const std::shared_ptr<Peer> peer = find(peer_id);
     if (!peer)
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " is not connected");
-    if (count > kMaxRows)
+    if (const size_t count = given.count + given.then_count; count > kMaxRows)
         throw StatusError("RowsError", "a batch of " + std::to_string(count) + " rows: one read takes at most " +
                                            std::to_string(kMaxRows));
     auto read = std::make_unique<Read>();
-    read->nrows = count;
-    read->nbytes = regions_->acquire(rows, count, peer->sizes, read->rows, read->local_slots);
+    read->nrows = given.count;
+    read->tail = given.then_count;
+    read->nbytes = regions_->acquire(given, peer->sizes, read->rows, read->local_slots);
     const uint64_t id = read->id = next_read_++;
     std::lock_guard queueing(peer->mutex);
     if (peer->gone) {

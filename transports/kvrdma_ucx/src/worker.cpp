@@ -192,8 +192,7 @@ void Worker::execute(ConnectCommand &command) {
 
 void Worker::execute(ReadCommand &command) {
     Read &read = *command.read;
-    shared_.regions.merge(read.rows);
-    read.rows_posted = read.rows.size();
+    read.rows_posted = read.end = shared_.regions.merge(read.rows, read.tail);
     if (const auto found = endpoints_.find(command.peer); found != endpoints_.end())
         found->second->add(std::move(command.read));
     else

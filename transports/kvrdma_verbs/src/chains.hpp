@@ -25,8 +25,6 @@ struct Limits {
 struct Cursor {
     size_t row = 0;
     uint64_t offset = 0; // in that row
-
-    bool at_end(const std::vector<Row> &rows) const noexcept { return row == rows.size(); }
 };
 
 struct ChainSize {
@@ -34,14 +32,13 @@ struct ChainSize {
     uint64_t nbytes = 0;
 };
 
-// Builds the next chain of a batch of sorted rows without empty ones, of at most `room` requests, and moves `at` past
+// Builds the next chain of the first `count` of a batch's sorted rows without empty ones, of at most `room` requests, and moves `at` past
 // it. The sink is told begin(remote region, remote offset), then piece(local addr, local region, nbytes) at least once,
 // then end(), for every request. Never allocates.
 template <typename Sink>
-ChainSize build_chain(const std::vector<Row> &rows, Cursor &at, uint32_t room, const Limits &limits, Sink &sink) {
+ChainSize build_chain(const std::vector<Row> &rows, size_t count, Cursor &at, uint32_t room, const Limits &limits, Sink &sink) {
     ChainSize size;
     const uint32_t most = std::min(room, limits.max_requests);
-    const size_t count = rows.size();
     while (at.row < count && size.requests < most && size.nbytes < limits.max_chain) {
         const Row *row = &rows[at.row];
         const uint32_t region = row->remote_region();

@@ -30,11 +30,12 @@ struct PretendedQueue {
 std::vector<ChainTuple> plan(const RowArray &array, uint32_t max_sge, uint64_t max_request, uint32_t max_requests,
                              uint64_t max_chain, uint32_t depth, const std::vector<uint32_t> &speeds) {
     const Limits limits{max_sge, max_request, max_requests, max_chain};
-    std::vector<Row> rows(rows_of(array), rows_of(array) + array.shape(0));
+    const Given given = given_of(array, std::nullopt);
+    const std::vector<Row> rows(given.rows, given.rows + given.count);
     std::vector<PretendedQueue> queues(speeds.size(), PretendedQueue{{depth, 0}});
     std::vector<std::vector<ChainSize>> posted(speeds.size());
     std::vector<ChainTuple> chains;
-    for (Cursor at; !at.at_end(rows);) {
+    for (Cursor at; at.row < rows.size();) {
         const size_t queue = pick_queue(queues);
         if (queue == queues.size()) {
             for (size_t i = 0; i < queues.size(); ++i)
@@ -46,7 +47,7 @@ std::vector<ChainTuple> plan(const RowArray &array, uint32_t max_sge, uint64_t m
             continue;
         }
         Recorder recorder;
-        const ChainSize size = build_chain(rows, at, queues[queue].load.free, limits, recorder);
+        const ChainSize size = build_chain(rows, rows.size(), at, queues[queue].load.free, limits, recorder);
         queues[queue].load.free -= size.requests;
         queues[queue].load.nbytes += size.nbytes;
         posted[queue].push_back(size);

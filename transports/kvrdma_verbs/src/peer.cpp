@@ -63,6 +63,7 @@ void Peer::begin(std::shared_ptr<Connecting> connecting) {
     probe->scratch = shared_.scratch.take();
     if (probe->scratch < 0)
         return end({"ConnectError", name() + ": too many peers connect at the same time: connect again when some have ended", EAGAIN}, false);
+    probe->end = 1;
     probe->checks = {Row(reinterpret_cast<uint64_t>(shared_.scratch.at(probe->scratch)), 0, 0, sizeof(Cookie))};
     posting_.push_back(probe.get());
     reads_.emplace(0, std::move(probe));
@@ -70,8 +71,8 @@ void Peer::begin(std::shared_ptr<Connecting> connecting) {
 
 void Peer::add(std::unique_ptr<Read> read) {
     Read &added = *reads_.emplace(read->id, std::move(read)).first->second;
-    if (added.rows.empty())
-        start_checks(added); // its regions may be gone all the same
+    if (added.posted())
+        head_arrived(added); // without rows: its regions may be gone all the same
     else
         posting_.push_back(&added);
 }
@@ -89,7 +90,7 @@ bool Peer::post() {
         if (read.failure) {
             if (read.outstanding == 0)
                 end_read(read);
-        } else if (!read.at.at_end(read.posting())) {
+        } else if (!read.posted()) {
             posting_.push_back(&read);
         }
     }
@@ -105,11 +106,11 @@ bool Peer::post_chain(Read &read) {
     int error = 0;
     if (read.checking) {
         PostChecks post(queue, shared_.regions, spec_, shared_.scratch);
-        chain.size = build_chain(read.checks, read.at, queue.load.free, queue.limits, post);
+        chain.size = build_chain(read.checks, read.end, read.at, queue.load.free, queue.limits, post);
         error = post.post(id_of(queue, chain.number));
     } else {
         Post post(queue, shared_.regions, spec_);
-        chain.size = build_chain(read.rows, read.at, queue.load.free, queue.limits, post);
+        chain.size = build_chain(read.rows, read.end, read.at, queue.load.free, queue.limits, post);
         error = post.post(id_of(queue, chain.number));
     }
     if (error) {
@@ -164,12 +165,20 @@ void Peer::chain_ended(const Chain &chain) {
     if (read.failure) {
         if (std::find(posting_.begin(), posting_.end(), &read) == posting_.end())
             end_read(read);
-    } else if (read.at.at_end(read.posting())) {
+    } else if (read.posted()) {
         if (!read.checking)
-            start_checks(read);
+            head_arrived(read);
         else if (compare(read))
             next_checks(read);
     }
+}
+
+// Everything that might be posted is here: now for the tail, or, after it, for the checks.
+void Peer::head_arrived(Read &read) {
+    if (read.end == read.rows.size())
+        return start_checks(read);
+    read.end = read.rows.size();
+    posting_.push_back(&read);
 }
 
 // Every byte is here: were the regions still registered when they were read?
@@ -198,6 +207,7 @@ void Peer::next_checks(Read &read) {
         read.checks.emplace_back(to, 0, spec_.regions[read.remote_regions[read.checked + i]].slot * sizeof(Cookie),
                                  sizeof(Cookie));
     merge_rows(read.checks);
+    read.end = read.checks.size();
     posting_.push_back(&read);
 }
 

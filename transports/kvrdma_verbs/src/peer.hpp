@@ -72,6 +72,8 @@ struct Connecting {
 struct Read {
     uint64_t id = 0, nrows = 0, rows_posted = 0, nbytes = 0;
     std::vector<Row> rows;
+    size_t tail = 0; // the last of them, read once the others have arrived
+    size_t end = 0;  // of the rows, or the checks, that may be posted now
     std::vector<uint32_t> local_slots, remote_regions;
     Cursor at;
     uint32_t outstanding = 0; // chains
@@ -82,7 +84,7 @@ struct Read {
     size_t checked = 0; // regions
     std::vector<Row> checks;
 
-    const std::vector<Row> &posting() const noexcept { return checking ? checks : rows; }
+    bool posted() const noexcept { return at.row == end; }
 };
 
 // Memory for cookies on their way, in equal pieces.
@@ -141,6 +143,7 @@ class Peer {
     void completed(const ibv_wc &wc);
     Queue *find(uint32_t serial) noexcept;
     void chain_ended(const Chain &chain);
+    void head_arrived(Read &read);
     void start_checks(Read &read);
     void next_checks(Read &read);
     bool compare(Read &read);

@@ -107,18 +107,19 @@ std::pair<uint64_t, std::string> Transport::connect(PeerSpec spec, double timeou
     throw StatusError(why.kind, why.message, why.code);
 }
 
-uint64_t Transport::read(uint64_t peer_id, const Row *rows, size_t count) {
+uint64_t Transport::read(uint64_t peer_id, const Given &given) {
     const Lock lock = open();
     const std::shared_ptr<Contact> contact = find(peer_id);
     if (!contact)
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " is not connected");
-    if (count > kMaxRows)
+    if (const size_t count = given.count + given.then_count; count > kMaxRows)
         throw StatusError("RowsError", "a batch of " + std::to_string(count) + " rows: one read takes at most " +
                                            std::to_string(kMaxRows));
     auto read = std::make_unique<Read>();
-    read->nrows = count;
+    read->nrows = given.count;
+    read->tail = given.then_count;
     std::vector<bool> seen(contact->sizes.size());
-    read->nbytes = regions_->slots().acquire(rows, count, contact->sizes, read->rows, read->local_slots,
+    read->nbytes = regions_->slots().acquire(given, contact->sizes, read->rows, read->local_slots,
                                              [&](const Run &run) {
                                                  if (!seen[run.remote_region])
                                                      read->remote_regions.push_back(run.remote_region);

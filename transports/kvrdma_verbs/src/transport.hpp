@@ -35,7 +35,7 @@ class Transport {
     void deregister(uint64_t region);
     Address address() const;
     std::pair<uint64_t, std::string> connect(PeerSpec spec, double timeout_s); // id, via
-    uint64_t read(uint64_t peer, const Row *rows, size_t count);
+    uint64_t read(uint64_t peer, const Given &given);
     std::vector<Completion> poll();
     int fd() const noexcept { return done_.fd(); }
     void disconnect(uint64_t peer);

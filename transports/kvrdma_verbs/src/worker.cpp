@@ -164,8 +164,7 @@ void Worker::execute(AddPeerCommand &command) {
 
 void Worker::execute(ReadCommand &command) {
     Read &read = *command.read;
-    shared_.regions.slots().merge(read.rows);
-    read.rows_posted = read.rows.size();
+    read.rows_posted = read.end = shared_.regions.slots().merge(read.rows, read.tail);
     if (const auto found = peers_.find(command.peer); found != peers_.end() && !found->second->gone())
         found->second->add(std::move(command.read));
     else // the peer ended after the caller had looked: its contact was told before

@@ -69,17 +69,17 @@ struct Bench {
 } // namespace
 
 extern "C" __attribute__((noinline)) void prepare(Bench &bench, const std::vector<Row> &given, std::vector<Row> &rows) {
-    take_rows(given.data(), given.size(), rows, bench.table, bench.sizes, [](const Run &) {});
-    merge_rows(rows);
+    take_batch({given.data(), given.size()}, rows, bench.table, bench.sizes, [](const Run &) {});
+    merge_batch(rows, 0);
 }
 
 extern "C" __attribute__((noinline)) void build_and_post(Bench &bench, const std::vector<Row> &rows) {
     Limits limits;
     limits.max_sge = 8;
-    for (Cursor at; !at.at_end(rows);) {
+    for (Cursor at; at.row < rows.size();) {
         const size_t picked = pick_queue(bench.queues);
         NullPost post(bench.bases, bench.keys);
-        const ChainSize size = build_chain(rows, at, bench.queues[picked].load.free, limits, post);
+        const ChainSize size = build_chain(rows, rows.size(), at, bench.queues[picked].load.free, limits, post);
         post.post(at.row);
         bench.queues[picked].load.nbytes += size.nbytes; // completed at once
         bench.requests += size.requests;
