@@ -176,7 +176,7 @@ def test_secrets_that_differ(theirs: str | None, ours: str | None) -> None:
 
 
 def test_the_breaker_opens_and_pulls_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=3.0, control_timeout_s=2.0)
+    config = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=3.0, control_timeout_s=20.0)
     with Side(MODEL, config=config) as producer, Side(MODEL, config=config) as consumer:
         rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
         with monkeypatch.context() as patch:
@@ -189,7 +189,7 @@ def test_the_breaker_opens_and_pulls_fail_at_once(monkeypatch: pytest.MonkeyPatc
                 assert isinstance(failed(rank.pull(number, reference, [2])).reason, UnreachableError)
         began_s = time.monotonic()
         assert isinstance(failed(rank.pull(3, reference, [2])).reason, PeerUnavailableError)
-        assert time.monotonic() - began_s < 0.9  # and not after the 2 s that a handshake takes to fail
+        assert time.monotonic() - began_s < 2.9  # and not after the 20 s that a handshake takes to fail
         assert rank.engine.stats()["handshakes"] == 2
         time.sleep(3.0)
         done(rank.pull(4, reference, [2]))  # the probe; it closes the breaker
