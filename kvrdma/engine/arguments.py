@@ -86,12 +86,11 @@ def check_pull(
     if ranges is tokens and len(ranges) > max(1, len(blocks)):
         raise PlanError(f"pull {request_id!r}: {len(ranges)} token ranges for {len(blocks)} KV groups of blocks")
     limit = tokens_held(layout, blocks)
-    only_state = all(page.kind == "state" for page in layout.formats)
     for span in ranges:
         start, end = (whole(f"pull {request_id!r}: a token of {tuple(span)}", each) for each in span)
         if not 0 <= start <= end <= num_tokens:
             raise PlanError(f"pull {request_id!r}: tokens {span} of {num_tokens} published ones")
-        if start < end > limit and not only_state:
+        if start < end > limit and not all(page.kind == "state" for page in layout.formats):
             raise PlanError(f"pull {request_id!r}: tokens {span} do not fit blocks for {limit} of them")
 
 

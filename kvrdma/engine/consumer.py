@@ -149,7 +149,6 @@ class Consumer:
         reference = pull.wanted.reference
         pull.peer = peer
         pull.posted_s = self._loop.now()
-        self._parts.tenant.keep(pull, reference, peer.tell)
         if not reference.live:
             for index in range(len(peer.links)):
                 self._reading.word(pull, index)  # on their way while the plan is made
@@ -160,9 +159,10 @@ class Consumer:
         pull.plan_s = self._loop.now() - began_s
         if reference.live:
             self._reading.data(pull, fenced=self._fenced)
-            return
-        pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
-        pull.posted = not pull.unopened
+        else:
+            pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
+            pull.posted = not pull.unopened
+        self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it
 
     # Completions
 
@@ -354,14 +354,13 @@ class Consumer:
     def _complete(self, pull: Pull) -> None:
         assert pull.peer
         assert pull.plan
-        wanted, now_s = pull.wanted, self._loop.now()
+        wanted, now_s, nbytes = pull.wanted, self._loop.now(), pull.plan.nbytes
         self._reading.release(pull)
         self._forget(pull)
-        self._peers.succeeded(wanted.reference)
-        self._parts.stats.count_pull(pull.plan.nbytes, pull.rows_posted)
+        self._parts.stats.count_pull(nbytes, pull.rows_posted)
         done = PullDone(
             request_id=wanted.request_id,
-            nbytes=pull.plan.nbytes,
+            nbytes=nbytes,
             rows=sum(source.rows_before for source in pull.plan.sources),
             rows_posted=pull.rows_posted,
             elapsed_s=now_s - wanted.started_s,
@@ -374,6 +373,7 @@ class Consumer:
             reshape_s=pull.reshape_s,
         )
         self._parts.report(done)  # first: somebody may wait for it
+        self._peers.succeeded(wanted.reference)
         self._parts.tenant.tell_done(pull.peer, wanted.reference, succeeded=True)
 
     def close(self) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import itertools
-import os
 import select
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvrdma.engine.background import Work
 from kvrdma.engine.process import ProcessLock
+from kvrdma.engine.signal import Signal
 from kvrdma.transport import Completion, Transport
 
 _COMPACT_AT = 64
@@ -44,14 +41,9 @@ class Loop:
         self._clock = clock
         self._work: deque[Work] = deque()
         self._process = ProcessLock()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
-        # By way of ctypes, because it keeps the GIL: ``os.eventfd_write`` lets go of it, and a caller of ``pull`` would
-        # wait for it until the plan that it has just asked for is made (measured: 2 ms instead of 0.1 ms).
-        self._wake = ctypes.PyDLL(None).eventfd_write
-        self._wake.argtypes = (ctypes.c_int, ctypes.c_uint64)
+        self._asked = Signal()
         self._poller = select.poll()
-        for fd in (self._fd, *(transport.fileno() for transport in self._transports)):
+        for fd in (self._asked.fileno(), *(transport.fileno() for transport in self._transports)):
             self._poller.register(fd, select.POLLIN)
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
@@ -65,7 +57,7 @@ class Loop:
         """Run something in the loop's thread, soon. May be called from any thread of this process."""
         self._process.require()
         self._work.append(work)
-        self._wake(self._fd, 1)
+        self._asked.set()
 
     def after(self, seconds: float, run: Work) -> Timer:
         """Run something not before ``seconds`` from now."""
@@ -91,8 +83,7 @@ class Loop:
         wait_s = min(timeout_s, self._run_timers())
         if not self._work:
             self._poller.poll(1e3 * wait_s)
-        with suppress(BlockingIOError):  # only a transport or a timer has woken us
-            os.eventfd_read(self._fd)
+        self._asked.clear()
         while self._work:
             self._work.popleft()()
         self.collect(take)

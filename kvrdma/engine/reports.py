@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import select
 import time
-import weakref
 from collections import deque
 from collections.abc import Hashable
-from contextlib import suppress
 
 from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
 from kvrdma.engine.process import ProcessLock
+from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
 _LOOK_EVERY_S = 3600.0
@@ -24,8 +22,7 @@ class Reports:
     def __init__(self) -> None:
         """Know of nothing yet."""
         self._events: deque[Event] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
+        self._signal = Signal()
         self._lock = ProcessLock()
         self._owed: dict[Hashable, bool] = {}
         """Pulls that have not ended; True: reported as quarantined already."""
@@ -53,7 +50,7 @@ class Reports:
             elif isinstance(event, PullDone | PullFailed | PullReleased):
                 self._owed.pop(event.request_id, None)
         self._events.append(event)
-        os.eventfd_write(self._fd, 1)
+        self._signal.hand_over()
 
     def close(self) -> None:
         """Make no more promises."""
@@ -74,8 +71,7 @@ class Reports:
     def poll(self) -> list[Event]:
         """Return what has been reported since the last call."""
         self._lock.require()  # a child would take the signal for its parent's events
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._fd)  # before looking: what comes later makes it readable again
+        self._signal.clear()  # before looking: what comes later makes it readable again
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())
@@ -83,13 +79,13 @@ class Reports:
 
     def fileno(self) -> int:
         """Give a descriptor that is readable when ``poll`` may have something."""
-        return self._fd
+        return self._signal.fileno()
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
         deadline_s = time.monotonic() + timeout_s
         poller = select.poll()
-        poller.register(self._fd, select.POLLIN)
+        poller.register(self.fileno(), select.POLLIN)
         while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
             poller.poll(1e3 * min(left_s, _LOOK_EVERY_S))
         return events
