@@ -315,6 +315,8 @@ class Shelf:
             thread.start()
         for thread in closing:
             thread.join()
+        with self._lock:
+            self._fillings.clear()  # what was being read into them has ended with the engines
 
 
 def _reserve(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -220,9 +220,13 @@ def test_a_quarantined_filling_keeps_its_room_until_it_is_released() -> None:
         assert shelf.reserve("again", stock, offer) is not None
         shelf.filled("again", succeeded=True)
         assert shelf.lookup(replace_hold(lookup)).blocks == 2
+        other = msgspec.structs.replace(offer, keys=bytes(range(2, 34)) + bytes(range(3, 35)))
+        assert shelf.reserve("at the end", stock, other) is not None
+        assert shelf.sizes()["filling"] == 1
     finally:
         shelf.close()
         engine.close()
+    assert shelf.sizes()["filling"] == 0
 
 
 def replace_hold(lookup: StoreLookup) -> StoreLookup:
