@@ -239,17 +239,21 @@ def test_several_stores_share_the_prompts() -> None:
 
 
 def test_with_two_replicas_losing_a_store_loses_nothing() -> None:
-    with StoreServer(64 * RECORD, cma()) as a, StoreServer(64 * RECORD, cma()) as b:
-        with Client([*at(a), *at(b)], replicas=2) as one, Client([*at(a), *at(b)], replicas=2) as two:
-            for number in range(6):
+    with (
+        StoreServer(64 * RECORD, cma()) as a,
+        StoreServer(64 * RECORD, cma()) as b,
+        Client([*at(a), *at(b)], replicas=2) as one,
+        Client([*at(a), *at(b)], replicas=2) as two,
+    ):
+        for number in range(6):
 
-                def both_have_it(number: int = number) -> bool:  # a busy store may be left out: offered again, it fills
-                    assert one.put(number, 8, BLOCKS)
-                    return a.stats()["blocks"] == b.stats()["blocks"] == 2 * (number + 1)
+            def both_have_it(number: int = number) -> bool:  # a busy store may be left out: offered again, it fills
+                assert one.put(number, 8, BLOCKS)
+                return a.stats()["blocks"] == b.stats()["blocks"] == 2 * (number + 1)
 
-                until(both_have_it, lambda: (a.stats(), b.stats()))
-            a.close()
-            assert [two.get(number, 8, BLOCKS) for number in range(6)] == [8] * 6
+            until(both_have_it, lambda: (a.stats(), b.stats()))
+        a.close()
+        assert [two.get(number, 8, BLOCKS) for number in range(6)] == [8] * 6
 
 
 # Strange users
