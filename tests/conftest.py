@@ -69,6 +69,7 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "gpu": _gpu,
     "netns": functools.cache(_netns),
     "nvrtc": _module("cuda.bindings.nvrtc"),
+    "rdma-guest": (ROOT / ".deps/rdma/stamp").exists,
     "root": lambda: os.geteuid() == 0,
     "torch": _module("torch"),
     "tun": lambda: Path("/dev/net/tun").exists() and shutil.which("ip") is not None,
@@ -78,6 +79,10 @@ NEEDS: dict[str, Callable[[], bool]] = {
     "vllm": _module("vllm"),
 }
 
+CURES = {"rdma-guest": "run scripts/fetch-rdma, then scripts/setup dev", "ucx-debian": "run scripts/fetch-ucx"}
+FIRST = ("test_e2e_", "test_smoke.py")
+"""Files of the longest groups; each is begun by another process."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what takes too long to run each time")
@@ -85,6 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "xdist_group(name): one process runs them all; where there is no xdist, any one")
     unknown = set(filter(None, config.getoption("--require").split(","))) - set(NEEDS)
     if unknown:
         raise pytest.UsageError(f"--require {','.join(sorted(unknown))} is unknown: use {', '.join(NEEDS)}")
@@ -95,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in left]
-    items.sort(key=lambda item: not item.path.name.startswith("test_e2e_"))  # the longest group first
+    items.sort(key=lambda item: [not item.path.name.startswith(name) for name in FIRST])
     for item in items:
         # For --dist loadgroup: a file stays in one process, and so do all that start engines, which need two cores.
         name = "engines" if item.path.name.startswith("test_e2e_") else str(item.path)
@@ -110,6 +116,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         what = mark.args[0]
         if NEEDS[what]():
             continue
+        cure = f": {CURES[what]}" if what in CURES else ""
         if what in required:
-            pytest.fail(f"{what} is required and missing", pytrace=False)
-        pytest.skip(f"needs {what}")
+            pytest.fail(f"{what} is required and missing{cure}", pytrace=False)
+        pytest.skip(f"needs {what}{cure}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from kvrdma.errors import ConnectError, PeerLostError
 from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
+from kvrdma.testing.peer import freeze
 from kvrdma.testing.target import PAGE, Reader, done
 from kvrdma.transport import PeerLost, ReadFailed, open_transport, wait
 from tests.helpers.faulty_pair import MODEL
@@ -57,6 +59,19 @@ def sides() -> Iterator[tuple[Side, Side]]:
 
 def test_an_engine_pulls_and_its_fence_holds(sides: tuple[Side, Side]) -> None:
     assert "verbs" in pulls_and_is_fenced(*sides).via[0]
+
+
+def test_a_stopped_process_is_read() -> None:
+    with PeerProcess() as process:
+        process.call(at.open_target, open_verbs, [PAGE], 1)
+        reader = Reader.open(open_verbs(), PAGE)
+        peer = reader.transport.connect(*process.call(at.exports))
+        freeze(process.pid)
+        rows = reader.rows([(0, 0, 0, PAGE)])
+        done(reader.read(peer, rows))
+        reader.check(rows, [at.pattern(1, PAGE)])
+        process.signal(signal.SIGCONT)
+        reader.transport.close()
 
 
 @pytest.mark.skipif(not NETDEV, reason="only the guest says which device carries RDMA")

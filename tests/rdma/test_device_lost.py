@@ -1,0 +1,89 @@
+"""A NIC that reports that it is lost (IBV_EVENT_DEVICE_FATAL): every peer and read ends, on both sides of the wire.
+
+The event is injected (tests/helpers/device_fatal.py). What the kernel does when soft-RoCE is taken away is in test_broken.py:
+it waits for who has it open, and tells nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvrdma.errors import PeerLostError
+from kvrdma.testing import PeerProcess
+from kvrdma.testing import target as at
+from kvrdma.testing.target import PAGE, Reader, done
+from kvrdma.transport import Completion, Peer, PeerLost, ReadFailed, ReadId, open_transport, wait
+from tests.helpers import device_fatal
+
+pytestmark = pytest.mark.needs("verbs")
+open_verbs = functools.partial(open_transport, "verbs")
+BIG = 16 << 20
+
+
+@pytest.fixture
+def process() -> Iterator[PeerProcess]:
+    with PeerProcess() as peer:
+        yield peer
+
+
+def reading(process: PeerProcess, peers: int) -> tuple[Reader, list[Peer], dict[ReadId, Peer]]:
+    """A reader of ``peers`` connections that each work, with reads of 128 MiB on their way on each."""
+    process.call(at.open_target, open_verbs, [BIG], 1)
+    reader = Reader.open(open_verbs(), BIG)
+    linked = [reader.transport.connect(*process.call(at.exports)) for _ in range(peers)]
+    for peer in linked:
+        done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
+    rows = reader.rows([(0, 0, 0, BIG)])
+    return reader, linked, {reader.transport.read(peer, rows): peer for peer in linked for _ in range(8)}
+
+
+def until_lost(reader: Reader, peers: int) -> list[Completion]:
+    """What ends until so many peers are lost; pytest ends it if that never comes."""
+    ended: list[Completion] = []
+    while sum(isinstance(each, PeerLost) for each in ended) < peers:
+        wait([reader.transport], 1.0)
+        ended += reader.transport.poll()
+    return ended
+
+
+def close_in_time(reader: Reader) -> None:
+    began_s = time.monotonic()
+    reader.transport.close()
+    assert time.monotonic() - began_s < 5.0
+
+
+def test_a_lost_device_ends_every_peer_and_read(process: PeerProcess) -> None:
+    reader, peers, reads = reading(process, 2)
+    device_fatal.report()
+    ended = until_lost(reader, 2)
+    failed = [each for each in ended if isinstance(each, ReadFailed)]
+    lost = [each for each in ended if isinstance(each, PeerLost)]
+    assert sorted(each.peer for each in lost) == sorted(peer.id for peer in peers)
+    assert sorted(each.read for each in ended if not isinstance(each, PeerLost)) == sorted(reads)
+    assert {reads[each.read].id for each in failed} == {peer.id for peer in peers}, "no read was in flight?"
+    for reason in (each.reason for each in (*failed, *lost)):
+        assert isinstance(reason, PeerLostError)
+        assert "rxe0:1 reports local catastrophic error" in str(reason)
+    for peer in peers:
+        with pytest.raises(PeerLostError, match="rxe0:1 reports local catastrophic error"):
+            reader.transport.read(peer, reader.rows([(0, 0, 0, PAGE)]))
+    assert reader.transport.poll() == []
+    close_in_time(reader)
+
+
+def test_who_reads_from_a_lost_device_is_told(process: PeerProcess) -> None:
+    reader, (peer,), reads = reading(process, 1)
+    process.call(device_fatal.report)
+    ended = until_lost(reader, 1)
+    failed = [each for each in ended if isinstance(each, ReadFailed)]
+    assert isinstance(ended[-1], PeerLost)
+    assert ended[-1].peer == peer.id
+    assert sorted(each.read for each in ended[:-1]) == sorted(reads)  # type: ignore[union-attr]
+    assert failed, "no read was in flight?"
+    assert all(isinstance(each.reason, PeerLostError) for each in failed), failed
+    close_in_time(reader)
+    process.call(at.close_target)
