@@ -1,7 +1,7 @@
 """A NIC that reports that it is lost (IBV_EVENT_DEVICE_FATAL): every peer and read ends, on both sides of the wire.
 
-The event is injected (tests/helpers/device_fatal.py). What the kernel does when soft-RoCE is taken away is in test_broken.py:
-it waits for who has it open, and tells nobody.
+The event is injected (tests/helpers/device_fatal.py). What the kernel does when soft-RoCE is taken away is in
+test_broken.py: it waits for who has it open, and tells nobody.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_a_lost_device_ends_every_peer_and_read(process: PeerProcess) -> None:
     assert sorted(each.peer for each in lost) == sorted(peer.id for peer in peers)
     assert sorted(each.read for each in ended if not isinstance(each, PeerLost)) == sorted(reads)
     assert {reads[each.read].id for each in failed} == {peer.id for peer in peers}, "no read was in flight?"
-    for reason in (each.reason for each in (*failed, *lost)):
+    for reason in [each.reason for each in failed] + [each.reason for each in lost]:
         assert isinstance(reason, PeerLostError)
         assert "rxe0:1 reports local catastrophic error" in str(reason)
     for peer in peers:

@@ -1,11 +1,11 @@
-"""The smoke part of the RDMA lane, from outside: boots the guest and reads what it left. Also scripts/test-rdma smoke."""
+"""The smoke part of the RDMA lane, from outside: boots the guest, reads what it left."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_what_runs_in_the_guest_passes() -> None:
         ended = "was killed at its deadline"
     said = f"the guest {ended}; see {RESULTS}\n{last_lines(RESULTS / 'log')}\n{last_lines(RESULTS / 'console')}"
     assert (RESULTS / "smoke.xml").exists(), said
-    suite = ElementTree.parse(RESULTS / "smoke.xml").getroot().find("testsuite")
+    suite = ET.parse(RESULTS / "smoke.xml").getroot().find("testsuite")
     assert suite is not None, said
     counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
     assert counts == {"tests": 10, "failures": 0, "errors": 0, "skipped": 0}, said
