@@ -373,8 +373,13 @@ class Consumer:
             reshape_s=pull.reshape_s,
         )
         self._parts.report(done)  # first: somebody may wait for it
-        self._peers.succeeded(wanted.reference)
-        self._parts.tenant.tell_done(pull.peer, wanted.reference, succeeded=True)
+        peer = pull.peer
+
+        def tell() -> None:
+            self._peers.succeeded(wanted.reference)
+            self._parts.tenant.tell_done(peer, wanted.reference, succeeded=True)
+
+        self._loop.afterwards(tell)
 
     def close(self) -> None:
         """Fail every pull and say goodbye to every peer; pulls with reads in flight end when these do."""

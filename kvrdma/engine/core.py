@@ -195,7 +195,8 @@ class Engine:
     ) -> PullReference:
         """Let ``consumers`` engines read a request's blocks until they are done or the lease ends.
 
-        The blocks belong to the readers until ``poll`` says that the publication has ended.
+        The blocks belong to the readers until ``poll`` says that the publication has ended. Their KV must be there
+        when the reference is given out.
 
         Args:
             request_id: names it here; may be anything hashable. One live publication each.
@@ -227,6 +228,7 @@ class Engine:
             request_id=id_text(request_id),
             lease_s=self.config.lease_s,
             **handshake.sizes_of(self.identity.shape),
+            live=self.identity.shape.is_whole,  # other ranks may not have published yet
         )
 
     def prepare(self, lease: LeaseKey) -> None:

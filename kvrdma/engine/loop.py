@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import select
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.signal import Signal
 from kvrdma.transport import Completion, Transport
 
+_log = logging.getLogger(__name__)
 _COMPACT_AT = 64
+_AFTERWARDS_S = 0.001
 
 
 class Timer:
@@ -40,6 +43,7 @@ class Loop:
         self._transports = list(transports)
         self._clock = clock
         self._work: deque[Work] = deque()
+        self._later: deque[Work] = deque()
         self._process = ProcessLock()
         self._asked = Signal()
         self._poller = select.poll()
@@ -58,6 +62,25 @@ class Loop:
         self._process.require()
         self._work.append(work)
         self._asked.set()
+
+    def afterwards(self, work: Work) -> None:
+        """Run something within a millisecond or so, after a wait for something else to do.
+
+        Meanwhile the GIL is free for whoever was just told of something: a thread that is woken takes longer to ask for
+        it than this one takes to go on, and would wait until it has done everything else. What it raises is logged.
+        """
+        self._later.append(work)
+
+    def finish(self) -> None:
+        """Run what was to be run afterwards."""
+        self._run_later(len(self._later))
+
+    def _run_later(self, count: int) -> None:
+        for _ in range(count):
+            try:
+                self._later.popleft()()
+            except Exception:  # what it follows up on has been reported
+                _log.exception("the end of a pull met a defect")
 
     def after(self, seconds: float, run: Work) -> Timer:
         """Run something not before ``seconds`` from now."""
@@ -80,13 +103,16 @@ class Loop:
 
     def step(self, timeout_s: float, take: Callable[[Transport, Completion], None]) -> None:
         """Do what there is to do, after waiting for it for at most ``timeout_s`` seconds."""
-        wait_s = min(timeout_s, self._run_timers())
+        wait_s, later = min(timeout_s, self._run_timers()), len(self._later)
+        if later:
+            wait_s = min(wait_s, _AFTERWARDS_S)
         if not self._work:
             self._poller.poll(1e3 * wait_s)
         self._asked.clear()
         while self._work:
             self._work.popleft()()
         self.collect(take)
+        self._run_later(later)
 
     def collect(self, take: Callable[[Transport, Completion], None]) -> None:
         """Hand on everything the transports report now."""

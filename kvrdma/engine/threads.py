@@ -84,6 +84,7 @@ class EngineThreads:
 
     def _shut_down(self, transports: Sequence[Transport]) -> None:
         try:
+            self._loop.finish()
             self._consumer.close()
             self._peers.close()
         finally:

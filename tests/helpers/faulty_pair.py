@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvrdma.config import Config
 from kvrdma.reference import PullReference
 from kvrdma.testing import Fault, FaultTransport
@@ -27,7 +29,9 @@ class Scene:
         self.sender: Rank = self.producer.ranks[0]
 
     def publish(self, request: int = 1, blocks: Sequence[int] = (8, 6, 7)) -> PullReference:
-        return self.producer.publish(request, list(blocks), 4 * len(blocks))
+        """Publish as an engine of several ranks would: its consumer looks at the word first."""
+        made = self.producer.publish(request, list(blocks), 4 * len(blocks))
+        return msgspec.structs.replace(made, live=False)
 
     def close(self) -> None:
         self.consumer.close()

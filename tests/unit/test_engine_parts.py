@@ -70,6 +70,30 @@ def test_work_from_other_threads_wakes_the_loop() -> None:
     assert time.monotonic() - began_s < 5
 
 
+def test_what_is_for_afterwards_runs_after_another_wait_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    loop, ran = Loop([], time.monotonic), list[str]()
+
+    def finish() -> None:
+        loop.afterwards(lambda: ran.append("told"))
+        loop.afterwards(lambda: ran.append(str(1 // 0)))
+        loop.afterwards(lambda: ran.append("told, too"))
+        ran.append("finished")
+
+    loop.run(finish)
+    loop.step(10, ignore)
+    assert ran == ["finished"]
+    loop.run(lambda: ran.append("asked meanwhile"))
+    began_s = time.monotonic()
+    loop.step(10, ignore)
+    assert ran[1:] == ["asked meanwhile", "told", "told, too"]
+    assert time.monotonic() - began_s < 5
+    assert "ZeroDivisionError" in caplog.text
+    loop.afterwards(lambda: ran.append("at the end"))
+    loop.finish()
+    assert ran[-1] == "at the end"
+    assert loop.timers == 0
+
+
 def test_background_keeps_its_limit_and_leaves_no_thread() -> None:
     before, together, most = threading.active_count(), [0], [0]
     lock, background = threading.Lock(), Background("test", 3)
