@@ -79,7 +79,7 @@ class Loop:
         for _ in range(count):
             try:
                 self._later.popleft()()
-            except Exception:  # what it follows up on has been reported
+            except Exception:  # noqa: BLE001 - what it follows up on has been reported
                 _log.exception("the end of a pull met a defect")
 
     def after(self, seconds: float, run: Work) -> Timer:
