@@ -21,10 +21,10 @@ from tests.helpers import device_fatal
 
 pytestmark = pytest.mark.needs("verbs")
 open_verbs = functools.partial(open_transport, "verbs")
-BIG = 16 << 20
+BIG, LONG_S = 16 << 20, 60.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")  # it takes an emulated processor some seconds to start one
 def process() -> Iterator[PeerProcess]:
     with PeerProcess() as peer:
         yield peer
@@ -38,7 +38,9 @@ def reading(process: PeerProcess, peers: int) -> tuple[Reader, list[Peer], dict[
     for peer in linked:
         done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
     rows = reader.rows([(0, 0, 0, BIG)])
-    return reader, linked, {reader.transport.read(peer, rows): peer for peer in linked for _ in range(8)}
+    reads = {reader.transport.read(peer, rows): peer for peer in linked for _ in range(8)}
+    wait([reader.transport], LONG_S)  # the first has ended, so the others are on their way
+    return reader, linked, reads
 
 
 def until_lost(reader: Reader, peers: int) -> list[Completion]:
@@ -73,6 +75,7 @@ def test_a_lost_device_ends_every_peer_and_read(process: PeerProcess) -> None:
             reader.transport.read(peer, reader.rows([(0, 0, 0, PAGE)]))
     assert reader.transport.poll() == []
     close_in_time(reader)
+    process.call(at.close_target)
 
 
 def test_who_reads_from_a_lost_device_is_told(process: PeerProcess) -> None:

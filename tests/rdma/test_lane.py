@@ -19,7 +19,7 @@ from kvrdma.testing import PeerProcess
 from kvrdma.testing import target as at
 from kvrdma.testing.peer import freeze
 from kvrdma.testing.target import PAGE, Reader, done
-from kvrdma.transport import PeerLost, ReadFailed, open_transport, wait
+from kvrdma.transport import Peer, PeerLost, ReadFailed, open_transport, wait
 from tests.helpers.faulty_pair import MODEL
 from tests.helpers.tagged import SMALL, Side, pulls_and_is_fenced
 
@@ -61,51 +61,62 @@ def test_an_engine_pulls_and_its_fence_holds(sides: tuple[Side, Side]) -> None:
     assert "verbs" in pulls_and_is_fenced(*sides).via[0]
 
 
-def test_a_stopped_process_is_read() -> None:
-    with PeerProcess() as process:
-        process.call(at.open_target, open_verbs, [PAGE], 1)
-        reader = Reader.open(open_verbs(), PAGE)
-        peer = reader.transport.connect(*process.call(at.exports))
-        freeze(process.pid)
-        rows = reader.rows([(0, 0, 0, PAGE)])
+@pytest.fixture(scope="module")  # it takes an emulated processor some seconds to start one
+def process() -> Iterator[PeerProcess]:
+    with PeerProcess() as peer:
+        yield peer
+
+
+def linked(process: PeerProcess) -> tuple[Reader, Peer]:
+    """A reader, and a fresh region of the other process."""
+    process.call(at.open_target, open_verbs, [PAGE], 1)
+    reader = Reader.open(open_verbs(), PAGE)
+    return reader, reader.transport.connect(*process.call(at.exports))
+
+
+def test_a_stopped_process_is_read(process: PeerProcess) -> None:
+    reader, peer = linked(process)
+    rows = reader.rows([(0, 0, 0, PAGE)])
+    freeze(process.pid)
+    try:
         done(reader.read(peer, rows))
-        reader.check(rows, [at.pattern(1, PAGE)])
+    finally:
         process.signal(signal.SIGCONT)
-        reader.transport.close()
+    reader.check(rows, [at.pattern(1, PAGE)])
+    reader.transport.close()
+    process.call(at.close_target)
 
 
 @pytest.mark.skipif(not NETDEV, reason="only the guest says which device carries RDMA")
-def test_a_port_that_goes_down_ends_its_peers_and_comes_back() -> None:
-    with PeerProcess() as process:
-        process.call(at.open_target, open_verbs, [PAGE], 1)
-        reader = Reader.open(open_verbs(), PAGE)
-        peer = reader.transport.connect(*process.call(at.exports))
-        rows = reader.rows([(0, 0, 0, PAGE)])
-        done(reader.read(peer, rows))
-        subprocess.run(["ip", "link", "set", NETDEV, "down"], check=True)
+def test_a_port_that_goes_down_ends_its_peers_and_comes_back(process: PeerProcess) -> None:
+    reader, peer = linked(process)
+    rows = reader.rows([(0, 0, 0, PAGE)])
+    done(reader.read(peer, rows))
+    subprocess.run(["ip", "link", "set", NETDEV, "down"], check=True)
+    try:
+        began_s = time.monotonic()
         try:
-            began_s = time.monotonic()
-            try:
-                ended_read = reader.finish(reader.transport.read(peer, rows), LOST_S)
-                assert isinstance(ended_read, ReadFailed)
-                assert isinstance(ended_read.reason, PeerLostError)
-            except PeerLostError:
-                pass  # the port had reported before
-            assert time.monotonic() - began_s < LOST_S
-            with pytest.raises(ConnectError):
-                reader.transport.connect(*process.call(at.exports))
-        finally:
-            subprocess.run(["ip", "link", "set", NETDEV, "up"], check=True)
-        while wait([reader.transport], 1.0) and not any(isinstance(c, PeerLost) for c in reader.transport.poll()):
-            pass
-        again = None
-        for _ in range(60):
-            with suppress(ConnectError):
-                again = reader.transport.connect(*process.call(at.exports))
-                break
-            time.sleep(0.5)
-        assert again is not None, "no connection after the link has come back"
-        reader.buffer[:] = at.POISON
-        done(reader.read(again, rows))
-        reader.check(rows, [at.pattern(1, PAGE)])
-        reader.transport.close()
+            ended_read = reader.finish(reader.transport.read(peer, rows), LOST_S)
+            assert isinstance(ended_read, ReadFailed)
+            assert isinstance(ended_read.reason, PeerLostError)
+        except PeerLostError:
+            pass  # the port had reported before
+        assert time.monotonic() - began_s < LOST_S
+        with pytest.raises(ConnectError):
+            reader.transport.connect(*process.call(at.exports))
+    finally:
+        subprocess.run(["ip", "link", "set", NETDEV, "up"], check=True)
+    while wait([reader.transport], 1.0) and not any(isinstance(c, PeerLost) for c in reader.transport.poll()):
+        pass
+    again = None
+    for _ in range(60):
+        with suppress(ConnectError):
+            again = reader.transport.connect(*process.call(at.exports))
+            break
+        time.sleep(0.5)
+    assert again is not None, "no connection after the link has come back"
+    reader.buffer[:] = at.POISON
+    done(reader.read(again, rows))
+    reader.check(rows, [at.pattern(1, PAGE)])
+    reader.transport.close()
+    process.call(at.close_target)

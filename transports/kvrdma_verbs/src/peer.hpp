@@ -121,6 +121,10 @@ class Peer {
     uint64_t id() const noexcept { return contact_->id; }
     int fd() const noexcept { return socket_.get(); }
     bool gone() const noexcept { return gone_; }
+    std::string why() const { // it is gone
+        std::lock_guard lock(contact_->mutex);
+        return contact_->why;
+    }
     const std::string &via() const noexcept { return via_; }
 
     // In the worker's thread.

@@ -167,10 +167,12 @@ void Worker::execute(ReadCommand &command) {
     read.rows_posted = read.end = shared_.regions.slots().merge(read.rows, read.tail);
     if (const auto found = peers_.find(command.peer); found != peers_.end() && !found->second->gone())
         found->second->add(std::move(command.read));
-    else // the peer ended after the caller had looked: its contact was told before
+    else { // the peer ended after the caller had looked: its contact was told before
+        const std::string why = found != peers_.end() ? found->second->why() : "connect again";
         shared_.done.push({"PeerLostError", read.id, command.peer, read.nrows, 0, read.nbytes,
-                           "peer " + std::to_string(command.peer) + " was lost before the read began: connect again", 0}),
-            shared_.regions.slots().release(read.rows, read.local_slots);
+                           "peer " + std::to_string(command.peer) + " was lost before the read began: " + why, 0});
+        shared_.regions.slots().release(read.rows, read.local_slots);
+    }
 }
 
 void Worker::execute(DisconnectCommand &command) {
