@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 EVENT = struct.pack("=QII", 0, 8, 0)
 """struct ib_uverbs_async_event_desc: element, IBV_EVENT_DEVICE_FATAL, reserved."""
@@ -37,15 +38,19 @@ def _watched() -> Iterator[tuple[int, int, int]]:
                 yield int(data, 16), epoll, int(number)
 
 
-def report(_state: object = None) -> None:
-    """Report that the one NIC of the one transport of this process is lost."""
+def prepare(state: SimpleNamespace) -> None:
+    """Put the pipe where the one transport of this process hears from its one NIC. It cannot connect any more."""
     completions, events = sorted(_watched())  # by Source in worker.hpp
     del completions
     data, epoll, number = events
-    readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # the other end stays open, as the kernel's does
-    os.write(writable, EVENT)
+    readable, state.kernel = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)  # the kernel's end stays open
     os.dup2(readable, number, inheritable=False)  # the epoll forgets what was there
     os.close(readable)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.epoll_ctl(epoll, ADD, number, ctypes.byref(_Watch(READABLE, data))) != 0:
         raise OSError(ctypes.get_errno(), "epoll_ctl failed")
+
+
+def report(state: SimpleNamespace) -> None:
+    """Report that the NIC is lost."""
+    os.write(state.kernel, EVENT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,17 +31,23 @@ def process() -> Iterator[PeerProcess]:
         yield peer
 
 
-def reading(process: PeerProcess, peers: int) -> tuple[Reader, list[Peer], dict[ReadId, Peer]]:
-    """A reader of ``peers`` connections that each work, with reads of 128 MiB on their way on each."""
+def linked(process: PeerProcess, count: int) -> tuple[Reader, list[Peer]]:
+    """A reader with so many connections that work."""
     process.call(at.open_target, open_verbs, [BIG], 1)
     reader = Reader.open(open_verbs(), BIG)
-    linked = [reader.transport.connect(*process.call(at.exports)) for _ in range(peers)]
-    for peer in linked:
+    peers = [reader.transport.connect(*process.call(at.exports)) for _ in range(count)]
+    for peer in peers:
         done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
+    return reader, peers
+
+
+def post(reader: Reader, peers: list[Peer]) -> dict[ReadId, Peer]:
+    """Have 256 MiB on their way on each connection, far more than passes until the next line has run."""
+    reads = {reader.transport.read(peer, reader.rows([(0, 0, 0, PAGE)])): peer for peer in peers}
     rows = reader.rows([(0, 0, 0, BIG)])
-    reads = {reader.transport.read(peer, rows): peer for peer in linked for _ in range(8)}
-    wait([reader.transport], LONG_S)  # the first has ended, so the others are on their way
-    return reader, linked, reads
+    reads |= {reader.transport.read(peer, rows): peer for peer in peers for _ in range(16)}
+    wait([reader.transport], LONG_S)  # a small one has ended, so they have begun; the large ones end together
+    return reads
 
 
 def until_lost(reader: Reader, peers: int) -> list[Completion]:
@@ -59,8 +66,11 @@ def close_in_time(reader: Reader) -> None:
 
 
 def test_a_lost_device_ends_every_peer_and_read(process: PeerProcess) -> None:
-    reader, peers, reads = reading(process, 2)
-    device_fatal.report()
+    reader, peers = linked(process, 2)
+    here = SimpleNamespace()
+    device_fatal.prepare(here)
+    reads = post(reader, peers)
+    device_fatal.report(here)
     ended = until_lost(reader, 2)
     failed = [each for each in ended if isinstance(each, ReadFailed)]
     lost = [each for each in ended if isinstance(each, PeerLost)]
@@ -79,7 +89,9 @@ def test_a_lost_device_ends_every_peer_and_read(process: PeerProcess) -> None:
 
 
 def test_who_reads_from_a_lost_device_is_told(process: PeerProcess) -> None:
-    reader, (peer,), reads = reading(process, 1)
+    reader, (peer,) = linked(process, 1)
+    process.call(device_fatal.prepare)
+    reads = post(reader, [peer])
     process.call(device_fatal.report)
     ended = until_lost(reader, 1)
     failed = [each for each in ended if isinstance(each, ReadFailed)]
