@@ -166,7 +166,7 @@ def _summary(case: Case, times: Sequence[JSON], memcpy: Sequence[JSON]) -> JSON:
 def markdown(results: Sequence[JSON]) -> str:
     """Write the table for people."""
     lines = [
-        "| lane | rows | contender | GB/s (min-max) | of memcpy | steady | of memcpy | held, ns/row | steady | CPU ms |",
+        "| lane | rows | contender | GB/s (min-max) | of memcpy | steady | of memcpy | held ns/row | steady | CPU ms |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
@@ -175,7 +175,8 @@ def markdown(results: Sequence[JSON]) -> str:
             rate, steady = got["gb_per_s"], got["steady"]
             lines.append(
                 f"| {result['lane']} | {rows} | {name} | {rate['median']:.2f} ({rate['min']:.2f}-{rate['max']:.2f}) "
-                f"| {got['share_of_memcpy']:.2f} | {steady['gb_per_s']['median']:.2f} | {steady['share_of_memcpy']:.2f} "
+                f"| {got['share_of_memcpy']:.2f} "
+                f"| {steady['gb_per_s']['median']:.2f} | {steady['share_of_memcpy']:.2f} "
                 f"| {got['held_ns_per_row']:.0f} | {steady['held_ns_per_row']:.0f} "
                 f"| {got['reader_cpu_ms']:.0f} + {got['target_cpu_ms']:.0f} |"
                 + ("" if got["verified"] else " WRONG BYTES")
