@@ -96,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--require {','.join(sorted(unknown))} is unknown: use {', '.join(NEEDS)}")
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         left = [item for item in items if item.get_closest_marker("full")]

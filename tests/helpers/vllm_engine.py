@@ -315,12 +315,12 @@ def _do_read_by_halves(state: _State) -> None:
 
 
 def _halved(state: _State, read: Callable[..., Any]) -> Callable[..., Any]:
-    def halves(peer: Any, rows: Any) -> Any:
+    def halves(peer: Any, rows: Any, then: Any = None) -> Any:
         if len(rows) > 1:  # not the word of a lease
             read(peer, rows[: len(rows) // 2])
             state.half_read.set()
             state.read_on.wait(CALL_S)
-        return read(peer, rows)
+        return read(peer, rows, then)
 
     return halves
 
