@@ -14,10 +14,6 @@
 #include <utility>
 #include <vector>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
-
 #include "errors.hpp"
 
 namespace kvrdma {
@@ -149,29 +145,6 @@ struct Taken {
 // 2 KiB: the processor's own prefetching ends at each page, where cold memory costs most (10 to 6 ns a row).
 constexpr size_t kPrefetchRows = 64;
 
-// A copy this long is written past the caches: what it would drive out there, or fetch only to overwrite it, costs the
-// caller more than another thread's reading it back from memory.
-constexpr size_t kPastCaches = 4096;
-
-inline void write_past_caches(Row &to, const Row &row) noexcept {
-#ifdef __SSE2__
-    auto *words = reinterpret_cast<long long *>(&to);
-    _mm_stream_si64(words, static_cast<long long>(row.local));
-    _mm_stream_si64(words + 1, static_cast<long long>(row.region));
-    _mm_stream_si64(words + 2, static_cast<long long>(row.offset));
-    _mm_stream_si64(words + 3, static_cast<long long>(row.length));
-#else
-    to = row;
-#endif
-}
-
-// Before another thread may read it.
-inline void end_writes_past_caches() noexcept {
-#ifdef __SSE2__
-    _mm_sfence();
-#endif
-}
-
 // Copies rows that a caller gave and may change meanwhile, checks the copies and tells `note` of every Run, in one
 // pass: cold memory is what a caller of read() waits for. `rows` has room for them from `first` on. Returns their bytes.
 // Throws RowsError for the first row that leaves its local or remote region.
@@ -179,7 +152,6 @@ template <typename Note>
 uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_t first, const RegionTable &local,
                    const std::vector<uint64_t> &remote, Note note) {
     const RegionTable::Entry *here = nullptr;
-    const bool past_caches = count >= kPastCaches;
     uint64_t nbytes = 0, regions = ~0ull, begin = 0, end = 0;
     const auto noted = [&] {
         if (regions != ~0ull)
@@ -188,8 +160,7 @@ uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_
     for (size_t i = 0; i < count; ++i) {
         const size_t ahead = std::min(i + kPrefetchRows, count - 1);
         __builtin_prefetch(given + ahead);
-        if (!past_caches)
-            __builtin_prefetch(rows.data() + first + ahead, 1);
+        __builtin_prefetch(rows.data() + first + ahead, 1);
         const Row row = const_cast<const volatile Row *>(given + i)->once();
         if (row.region >= remote.size())
             refuse(row, first + i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
@@ -209,13 +180,8 @@ uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_
         begin = std::min(begin, row.local);
         end = std::max(end, row.local + row.length);
         nbytes += row.length;
-        if (past_caches)
-            write_past_caches(rows[first + i], Row(row.local, both, row.offset, row.length));
-        else
-            rows[first + i] = Row(row.local, both, row.offset, row.length);
+        rows[first + i] = Row(row.local, both, row.offset, row.length);
     }
-    if (past_caches)
-        end_writes_past_caches();
     noted();
     return nbytes;
 }
