@@ -80,8 +80,8 @@ NEEDS: dict[str, Callable[[], bool]] = {
 }
 
 CURES = {"rdma-guest": "run scripts/fetch-rdma, then scripts/setup dev", "ucx-debian": "run scripts/fetch-ucx"}
-FIRST = ("test_e2e_", "test_smoke.py")
-"""Files of the longest groups; each is begun by another process."""
+FIRST = ("test_e2e_", "test_smoke.py", "test_ucx_library.py")
+"""Files of the longest groups, longest first: what is begun last must not keep one process busy alone."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
