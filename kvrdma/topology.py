@@ -311,11 +311,6 @@ class EngineShape:
         return self.parts * self.dcp_size
 
     @property
-    def is_whole(self) -> bool:
-        """Whether one rank is all of the engine."""
-        return self.num_ranks == 1 and len(self.stages) <= 1
-
-    @property
     def replicas(self) -> int:
         """Parts that hold the same head."""
         return max(1, self.parts // self.total_heads)

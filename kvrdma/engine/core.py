@@ -228,7 +228,7 @@ class Engine:
             request_id=id_text(request_id),
             lease_s=self.config.lease_s,
             **handshake.sizes_of(self.identity.shape),
-            live=self.identity.shape.is_whole,  # other ranks may not have published yet
+            live=len(self.identity.shape.all_ranks()) == 1,  # other ranks may not have published yet
         )
 
     def prepare(self, lease: LeaseKey) -> None:
