@@ -219,7 +219,7 @@ class Consumer:
         self._work(pull, compare, then)
 
     def _shape(self, pull: Pull) -> None:
-        """Reshape, while the words of the fence are on their way."""
+        """Reshape what has landed."""
         plan = pull.plan
         assert plan
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrdma.engine.links import RankLink
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.pull import Pull, ReadKey
 from kvrdma.errors import LeaseRevokedError, PullError
@@ -38,13 +37,14 @@ class Reading:
             TransportError: it cannot be read.
             PullError: the reference names no word of the source, or there are too many pulls.
         """
-        link, row = self._word_row(pull, index)
-        key = ReadKey(link.transport.name, link.transport.read(link.peer, row))
+        assert pull.peer
+        link = pull.peer.links[index]
+        key = ReadKey(link.transport.name, link.transport.read(link.peer, self._word_row(pull, index)))
         pull.asked_s = self._loop.now()
         pull.words[key] = index
         self.reads[key] = pull
 
-    def _word_row(self, pull: Pull, index: int) -> tuple[RankLink, Rows]:
+    def _word_row(self, pull: Pull, index: int) -> Rows:
         """Give the row that brings the lease's word from a source to a spare word, which is cleared."""
         assert pull.peer
         link, slot = pull.peer.links[index], pull.wanted.reference.lease.slot
@@ -58,7 +58,7 @@ class Reading:
                 )
             pull.landing[index] = self._spare.pop()
         local = self._fence.clear_spare(pull.landing[index])
-        return link, np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
+        return np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
 
     def data(self, pull: Pull, *, fenced: bool) -> None:
         """Read everything the plan names; every source's word has been seen live.
@@ -71,13 +71,13 @@ class Reading:
             TransportError: something cannot be read; other reads may be in flight.
             PullError: as ``word``.
         """
+        assert pull.peer
         assert pull.plan
         pull.posted_s = self._loop.now()
-        for index, source in enumerate(pull.plan.sources):
+        for index, (link, source) in enumerate(zip(pull.peer.links, pull.plan.sources, strict=True)):
             if len(source.rows):
-                link, word = self._word_row(pull, index)
-                read = link.transport.read(link.peer, source.rows, word if fenced else None)
-                key = ReadKey(link.transport.name, read)
+                word = self._word_row(pull, index) if fenced else None
+                key = ReadKey(link.transport.name, link.transport.read(link.peer, source.rows, word))
                 pull.data[key] = index
                 pull.unfenced.add(index)
                 self.reads[key] = pull
