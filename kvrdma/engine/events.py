@@ -23,7 +23,7 @@ class PullDone:
     read_s: float
     """From the first post of data to the last word of the fence."""
     data_s: float
-    """Of that, until the last byte of data had arrived; the rest is the engine's."""
+    """Of that, until the last byte of data, and the lease's word behind it, had arrived; the rest is the engine's."""
     attempts: int
     via: tuple[str, ...]
     """Transport and mechanism per source rank."""
@@ -32,7 +32,7 @@ class PullDone:
     post_s: float = 0.0
     """Of ``read_s``, for handing the rows over."""
     reshape_s: float = 0.0
-    """Of ``read_s``, for the transposes; beside the fence."""
+    """Of ``read_s``, for the transposes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -88,7 +90,8 @@ class ThenContract(ContractBase):
     def test_it_may_be_int64_or_a_list(self) -> None:
         reader, _, peer, sources = self.link(PAGE, [PAGE])
         rows, then = reader.rows([(0, 0, 0, 8)]), reader.rows([(100, 0, 50, 8)])
-        for given in (then.astype(np.int64), then.tolist()):
+        kinds: list[Any] = [then.astype(np.int64), then.tolist()]
+        for given in kinds:
             reader.buffer[:] = POISON
             done(reader.finish(reader.transport.read(peer, rows, given)))
             reader.check(np.concatenate((rows, then)), sources)
