@@ -33,8 +33,10 @@ def as_rows(rows: Rows | Iterable[Sequence[int]]) -> Rows:
         RowsError: wrong shape, a non-integer dtype or a negative value.
     """
     # By way of objects: numpy turns a list that mixes values below and above 2**63 into floats.
+    if not isinstance(rows, np.ndarray | Iterable):
+        raise RowsError(f"rows are a {type(rows).__name__}: need an array or a sequence of rows")
     array = rows if isinstance(rows, np.ndarray) else np.array(list(rows), dtype=object)
-    if array.size == 0:
+    if array.shape in {(0,), (0, 4)}:
         return np.empty((0, 4), np.uint64)
     if array.ndim != 2 or array.shape[1] != 4:
         raise RowsError(f"rows have shape {array.shape}: need (N, 4), one (local addr, region, offset, length) each")

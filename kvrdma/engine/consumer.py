@@ -210,7 +210,7 @@ class Consumer:
         """Compare checksums, then go on to the fence."""
 
         def compare() -> None:
-            compare_digests(self._parts.ask, pull)
+            pull.differs = compare_digests(self._parts.ask, pull)
 
         def then() -> None:
             for index in sorted(pull.unfenced):

@@ -28,11 +28,13 @@ def digests_of(addresses: Iterator[tuple[int, int]]) -> npt.NDArray[np.uint32]:
     return np.array([zlib.crc32((ctypes.c_char * length).from_address(addr)) for addr, length in addresses], np.uint32)
 
 
-def compare_digests(ask: Ask, pull: Pull) -> None:
+def compare_digests(ask: Ask, pull: Pull) -> DataError | None:
     """Compare every row of a landed pull with the producer's bytes. Blocks.
 
+    Returns:
+        How they differ, if they do: by fault of the link, or because the lease has ended and its blocks are used again.
+
     Raises:
-        DataError: they differ.
         ControlError: the producer gives no checksums.
     """
     assert pull.peer
@@ -44,7 +46,10 @@ def compare_digests(ask: Ask, pull: Pull) -> None:
             reply = ask(link.mailbox, DigestRows(lease, rows[:, 1:].tobytes()))
             if not isinstance(reply, RowDigests) or len(reply.digests) != 4 * len(rows):
                 raise MessageError(f"{link.mailbox} sent no checksums for {len(rows)} rows")
-            _check(rows, np.frombuffer(reply.digests, "<u4"), f"rank {tuple(link.rank)} by {link.via}")
+            differs = _check(rows, np.frombuffer(reply.digests, "<u4"), f"rank {tuple(link.rank)} by {link.via}")
+            if differs is not None:
+                return differs
+    return None
 
 
 def answer_digests(layout: KVLayout, rows: bytes) -> RowDigests:
@@ -63,13 +68,14 @@ def answer_digests(layout: KVLayout, rows: bytes) -> RowDigests:
     return RowDigests(digests_of(iter(places)).astype("<u4").tobytes())
 
 
-def _check(rows: Rows, theirs: npt.NDArray[np.uint32], where: str) -> None:
+def _check(rows: Rows, theirs: npt.NDArray[np.uint32], where: str) -> DataError | None:
     ours = digests_of(zip(rows[:, LOCAL].tolist(), rows[:, LENGTH].tolist(), strict=True))
     wrong = np.flatnonzero(ours != theirs)
-    if wrong.size:
-        row = rows[wrong[0]].tolist()
-        raise DataError(
-            f"{wrong.size} of {len(rows)} rows from {where} differ from the producer's bytes, the first: local "
-            f"{row[0]:#x}, region {row[1]}, offset {row[2]}, length {row[3]}: CRC {ours[wrong[0]]:08x} here, "
-            f"{theirs[wrong[0]]:08x} there; the link or its memory is at fault"
-        )
+    if not wrong.size:
+        return None
+    row = rows[wrong[0]].tolist()
+    return DataError(
+        f"{wrong.size} of {len(rows)} rows from {where} differ from the producer's bytes, the first: local "
+        f"{row[0]:#x}, region {row[1]}, offset {row[2]}, length {row[3]}: CRC {ours[wrong[0]]:08x} here, "
+        f"{theirs[wrong[0]]:08x} there; the link or its memory is at fault"
+    )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvrdma.engine.links import PeerEngine
 from kvrdma.engine.loop import Timer
-from kvrdma.errors import KVRDMAError
+from kvrdma.errors import DataError, KVRDMAError
 from kvrdma.plan import BlockSpan, ReadPlan, TokenRange
 from kvrdma.reference import PullReference
 from kvrdma.transport import ReadId
@@ -78,6 +78,8 @@ class Pull:
     plan_s: float = 0.0
     post_s: float = 0.0
     reshape_s: float = 0.0
+    differs: DataError | None = None
+    """What the checksums found; it counts if the words say that the lease was live meanwhile."""
     reason: KVRDMAError | None = None
     retryable: bool = False
     quarantined: bool = False
@@ -104,7 +106,7 @@ class Pull:
 
     def reset(self) -> None:
         """Forget the attempt; nothing may be in flight."""
-        self.peer = self.plan = self.reason = None
+        self.peer = self.plan = self.reason = self.differs = None
         self.unopened.clear()
         self.unfenced.clear()
         self.posted = self.shaped = self.retryable = False

@@ -90,6 +90,7 @@ class Reading:
 
         Raises:
             LeaseRevokedError: the lease has ended.
+            DataError: it was live to the end, and the bytes that arrived are not the producer's.
         """
         waiting = pull.unfenced if pull.posted else pull.unopened
         if index not in waiting:
@@ -100,6 +101,8 @@ class Reading:
         if verdict is not Verdict.LIVE:
             raise LeaseRevokedError(_late(pull, self._loop.now()))
         waiting.discard(index)
+        if pull.differs is not None and not waiting:
+            raise pull.differs
         return True
 
     def release(self, pull: Pull) -> None:

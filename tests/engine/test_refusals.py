@@ -24,6 +24,7 @@ from kvrdma.errors import (
     DataError,
     IncompatibleError,
     KVRDMAError,
+    LeaseRevokedError,
     MessageError,
     PeerLostError,
     PeerUnavailableError,
@@ -269,16 +270,26 @@ def test_a_follower_without_its_leader_leaves_nothing_behind() -> None:
     until(lambda: threading.active_count() <= before)
 
 
-def test_digests_name_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ended", [False, True])
+def test_digests_name_a_difference(ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not one that comes of blocks which were used again: the link is as good as it was."""
     scene = Scene(replace(SMALL, verify="digest"))
     reference = scene.publish()
 
-    def compare_after_a_change(ask: Ask, pull: Pull) -> None:
+    def compare_after_a_change(ask: Ask, pull: Pull) -> DataError | None:
         scene.rank.cache.tensors["layer1"][1, 0, 0, 3] ^= 1  # what a bad link does
-        compare_digests(ask, pull)
+        differs = compare_digests(ask, pull)
+        if ended:
+            scene.sender.engine.withdraw(1)
+        return differs
 
     monkeypatch.setattr("kvrdma.engine.consumer.compare_digests", compare_after_a_change)
     event = failed(scene.rank.pull(1, reference, [0, 1, 2]))
+    until(lambda: busy(scene.rank.engine) == {})
+    if ended:
+        assert isinstance(event.reason, LeaseRevokedError)
+        scene.close()
+        return
     assert isinstance(event.reason, DataError)
     assert re.search(r"1 of 4 rows from rank \(0, 0\) by memory .* differ from the producer's bytes", str(event.reason))
     scene.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -58,6 +60,16 @@ def _native_pair() -> tuple[Reader, Peer]:
         reader = Reader.open(open_transport("cma"), 24 * 4096)
         _pair.append((reader, reader.transport.connect(owner.transport.address(), [owner.region.key]), owner))
     return _pair[0][:2]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [5, None, np.empty((0, 3), np.uint64), np.empty((2, 3), np.uint64)],
+    ids=["int", "None", "0 of 3", "2 of 3"],
+)
+def test_what_is_no_rows_is_refused(given: Any) -> None:  # noqa: ANN401
+    with pytest.raises(RowsError, match="need"):
+        as_rows(given)
 
 
 def test_rows_keep_values_above_2_63() -> None:

@@ -1,5 +1,6 @@
 #include "transport.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <sys/eventfd.h>
@@ -112,7 +113,7 @@ uint64_t Transport::read(uint64_t peer_id, const Given &given) {
     const std::shared_ptr<Contact> contact = find(peer_id);
     if (!contact)
         throw StatusError("PeerLostError", "peer " + std::to_string(peer_id) + " is not connected");
-    if (const size_t count = given.count + given.then_count; count > kMaxRows)
+    if (const size_t count = std::max(given.count, given.then_count); count > kMaxRows)
         throw StatusError("RowsError", "a batch of " + std::to_string(count) + " rows: one read takes at most " +
                                            std::to_string(kMaxRows));
     auto read = std::make_unique<Read>();
