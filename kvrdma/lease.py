@@ -78,13 +78,14 @@ class FenceTable:
             raise ConfigError(f"{slots} lease slots (KVRDMA_FENCE_SLOTS): use 1 to {1 << 20}")
         self._slots = slots
         self._words = np.zeros(slots + spare, np.uint64)
+        self._addr = int(self._words.ctypes.data)  # asking for it takes longer than everything else about a word
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
         self._generation = _FIRST_GENERATIONS.start + secrets.randbelow(len(_FIRST_GENERATIONS))
 
     @property
     def addr(self) -> int:
         """Address of slot 0."""
-        return int(self._words.ctypes.data)
+        return self._addr
 
     @property
     def nbytes(self) -> int:

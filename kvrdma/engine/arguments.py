@@ -7,9 +7,8 @@ import operator
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
-from kvrdma.engine.shape import tokens_held
+from kvrdma.engine.shape import Limits
 from kvrdma.errors import ConfigError, LayoutError, PlanError
-from kvrdma.layout import KVLayout
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, TokenRange
 
@@ -33,7 +32,7 @@ def check_caches(caches: object, specs: object) -> None:
 
 def check_published(
     request_id: Hashable,
-    layout: KVLayout,
+    limits: Limits,
     blocks: Sequence[Sequence[int]],
     num_tokens: int,
     first_blocks: Sequence[int] = (),
@@ -50,19 +49,13 @@ def check_published(
     if first_blocks and len(first_blocks) != len(blocks):
         raise PlanError(f"request {request_id!r}: {len(blocks)} groups of blocks, {len(first_blocks)} first_blocks")
     spans = [BlockSpan(ids, first) for ids, first in zip(blocks, first_blocks or (0,) * len(blocks), strict=True)]
-    held = tokens_held(layout, spans)
-    if any(blocks) and num_tokens > held and any(page.kind != "state" for page in layout.formats):
+    held = limits.tokens_held(spans)
+    if any(blocks) and num_tokens > held and not limits.only_state:
         raise PlanError(
             f"request {request_id!r}: its blocks hold at most {held} tokens, {num_tokens} are to be published"
         )
     for group, ids in enumerate(blocks):
-        limits = [
-            plane.num_pages // layer.pages_per_block
-            for layer in layout.layers
-            if layer.group == group
-            for plane in layer.planes
-        ]
-        limit = min(limits, default=None)
+        limit = limits.blocks.get(group)
         if len(ids) and (min(ids) < 0 or (limit is not None and max(ids) >= limit)):
             bad = next(block for block in ids if block < 0 or (limit is not None and block >= limit))
             raise PlanError(f"request {request_id!r}: block {bad} of group {group} is not one of {limit} blocks")
@@ -70,7 +63,7 @@ def check_published(
 
 def check_pull(
     request_id: Hashable,
-    layout: KVLayout,
+    limits: Limits,
     num_tokens: int,
     blocks: Sequence[BlockSpan],
     tokens: TokenRange | Sequence[TokenRange],
@@ -85,12 +78,15 @@ def check_pull(
         raise PlanError(f"pull {request_id!r}: tokens must be a TokenRange, or one per KV group; got {tokens!r:.80}")
     if ranges is tokens and len(ranges) > max(1, len(blocks)):
         raise PlanError(f"pull {request_id!r}: {len(ranges)} token ranges for {len(blocks)} KV groups of blocks")
-    limit = tokens_held(layout, blocks)
+    limit = limits.tokens_held(blocks)
     for span in ranges:
-        start, end = (whole(f"pull {request_id!r}: a token of {tuple(span)}", each) for each in span)
+        start, end = [  # numbers of the usual class are not asked what they are
+            each if type(each) is int else whole(f"pull {request_id!r}: a token of {tuple(span)}", each)
+            for each in span
+        ]
         if not 0 <= start <= end <= num_tokens:
             raise PlanError(f"pull {request_id!r}: tokens {span} of {num_tokens} published ones")
-        if start < end > limit and not all(page.kind == "state" for page in layout.formats):
+        if start < end > limit and not limits.only_state:
             raise PlanError(f"pull {request_id!r}: tokens {span} do not fit blocks for {limit} of them")
 
 

@@ -162,7 +162,8 @@ class Consumer:
         else:
             pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
             pull.posted = not pull.unopened
-        self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it
+        self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it, or for what is counted
+        pull.nbytes, pull.rows = pull.plan.nbytes, sum(source.rows_before for source in pull.plan.sources)
 
     # Completions
 
@@ -353,15 +354,14 @@ class Consumer:
 
     def _complete(self, pull: Pull) -> None:
         assert pull.peer
-        assert pull.plan
-        wanted, now_s, nbytes = pull.wanted, self._loop.now(), pull.plan.nbytes
+        wanted, now_s = pull.wanted, self._loop.now()
         self._reading.release(pull)
         self._forget(pull)
-        self._parts.stats.count_pull(nbytes, pull.rows_posted)
+        self._parts.stats.count_pull(pull.nbytes, pull.rows_posted)
         done = PullDone(
             request_id=wanted.request_id,
-            nbytes=nbytes,
-            rows=sum(source.rows_before for source in pull.plan.sources),
+            nbytes=pull.nbytes,
+            rows=pull.rows,
             rows_posted=pull.rows_posted,
             elapsed_s=now_s - wanted.started_s,
             read_s=now_s - pull.posted_s,

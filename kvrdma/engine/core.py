@@ -26,7 +26,7 @@ from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
 from kvrdma.engine.reports import Reports
-from kvrdma.engine.shape import Shaper
+from kvrdma.engine.shape import Limits, Shaper
 from kvrdma.engine.tenant import Tenant
 from kvrdma.engine.threads import EngineThreads
 from kvrdma.errors import MessageError, PullAbortedError, PullError, TransportClosedError
@@ -91,6 +91,7 @@ class Engine:
         shape = identity.shape
         share = TokenShare(shape.dcp_rank(identity.rank.rank), shape.dcp_size, shape.interleave)
         self.layout = KVLayout.from_tensors(caches, specs, share)
+        self.limits = Limits(self.layout)
         refuse_digests(self.config, caches)
         self._fence = FenceTable(self.config.fence_slots, _SPARE_WORDS)
         self._opened, self.refused = (list(transports), {}) if transports is not None else open_transports(self.config)
@@ -214,7 +215,7 @@ class Engine:
         self.side_channel.as_told(None)
         groups, num_tokens = groups_of(blocks), whole("num_tokens", num_tokens)
         first_blocks = tuple(whole("a first block", first) for first in first_blocks)
-        check_published(request_id, self.layout, groups, num_tokens, first_blocks)
+        check_published(request_id, self.limits, groups, num_tokens, first_blocks)
         key = self._producer.publish(request_id, whole("consumers", consumers), lease)
         return PullReference(
             engine_id=self.identity.engine_id,
@@ -280,7 +281,7 @@ class Engine:
         reference = _reference(reference)
         spans = spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
-        check_pull(request_id, self.layout, reference.num_tokens, spans, wanted)
+        check_pull(request_id, self.limits, reference.num_tokens, spans, wanted)
         now_s = time.monotonic()
         limit_s = time_span("timeout_s", self.config.pull_timeout_s if timeout_s is None else timeout_s)
         pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + limit_s)

@@ -51,6 +51,9 @@ class Pull:
     """Attempts that failed by the connection's fault, not because somebody else gave it up."""
     peer: PeerEngine | None = None
     plan: ReadPlan | None = None
+    nbytes: int = 0
+    rows: int = 0
+    """Of the plan; rows before adjacent ones were joined."""
     data: dict[ReadKey, int] = field(default_factory=dict)
     """Data reads in flight, with the index of their source."""
     words: dict[ReadKey, int] = field(default_factory=dict)

@@ -10,13 +10,27 @@ from kvrdma.plan import BlockSpan, ReadPlan
 from kvrdma.reshape import PagedMemory, apply_at
 
 
-def tokens_held(layout: KVLayout, blocks: Sequence[BlockSpan]) -> int:
-    """Give a position that no block of any group reaches.
+class Limits:
+    """What fits the blocks of this rank, worked out once: every publication and every pull is held against it."""
 
-    A plan of more tokens cannot be made; trying would take memory for as many as the reference claims.
-    """
-    each = max(layout.block_size(layer) for layer in layout.layers) * layout.dcp_size
-    return max((span.first + len(span.ids) for span in blocks), default=0) * each
+    def __init__(self, layout: KVLayout) -> None:
+        """Read a layout."""
+        self.only_state = all(page.kind == "state" for page in layout.formats)
+        """No block holds tokens."""
+        self.blocks: dict[int, int] = {}
+        """Blocks of the smallest tensor, by KV group."""
+        for layer in layout.layers:
+            for plane in layer.planes:
+                count = plane.num_pages // layer.pages_per_block
+                self.blocks[layer.group] = min(count, self.blocks.get(layer.group, count))
+        self._block_tokens = max(map(layout.block_size, layout.layers)) * layout.dcp_size
+
+    def tokens_held(self, blocks: Sequence[BlockSpan]) -> int:
+        """Give a position that no block of any group reaches.
+
+        A plan of more tokens cannot be made; trying would take memory for as many as the reference claims.
+        """
+        return max([span.first + len(span.ids) for span in blocks], default=0) * self._block_tokens
 
 
 class Shaper:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from kvrdma.errors import PlanError
-from kvrdma.plan.prepare import PlaneBases
 from kvrdma.plan.tokens import Ints
 
 if TYPE_CHECKING:
@@ -27,10 +25,9 @@ class BlockIds(NamedTuple):
     per_block: int
     side: str
 
-    def at(self, index: Ints, layer: str) -> Ints:
-        """Look up pages by their index in the sequence."""
-        if index.size:
-            self.require(int(index.min()), int(index.max()), layer)
+    def at(self, index: Ints, lowest: int, highest: int, layer: str) -> Ints:
+        """Look up pages by their index in the sequence, of which these are the lowest and the highest."""
+        self.require(lowest, highest, layer)
         place = index - self.first * self.per_block
         if self.per_block == 1:
             return self.ids[place]
@@ -71,7 +68,7 @@ def block_ids(span: BlockSpan, per_block: int, side: str) -> BlockIds:
     return BlockIds(given.astype(np.int64, copy=False), first, per_block, side)
 
 
-def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBases], layer: str) -> None:
+def check_ids(blocks: BlockIds, pages: tuple[int, int], limit: int, layer: str) -> int:
     """Refuse blocks within the range that lie outside their tensor, or repeat, such as null blocks.
 
     Blocks outside the range (lookahead, null blocks behind a sliding window) are not looked at.
@@ -79,8 +76,11 @@ def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBa
     Args:
         blocks: ids of one side.
         pages: pages of the sequence that are needed, ``[lo, hi)``.
-        planes: where the side's pages lie; the smallest tensor decides.
+        limit: blocks that the side's smallest tensor has.
         layer: for messages.
+
+    Returns:
+        The highest page of the blocks within the range, -1 if there are none.
 
     Raises:
         PlanError: names the block and the range, or the page.
@@ -89,11 +89,11 @@ def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBa
     lo, hi = pages[0] // per_block - blocks.first, -(-pages[1] // per_block) - blocks.first
     used = blocks.ids[max(lo, 0) : max(hi, 0)]
     if not used.size:
-        return
-    limit = min(plane.num_pages for plane in planes) // per_block
-    ordered = np.sort(used)
-    if int(ordered[0]) < 0 or int(ordered[-1]) >= limit:
-        bad = int(ordered[0] if ordered[0] < 0 else ordered[-1])
+        return -1
+    ordered = used[used.argsort(kind="stable")]  # a plan calls few functions of NumPy: each is slow when it is cold
+    lowest, highest = int(ordered[0]), int(ordered[-1])
+    if lowest < 0 or highest >= limit:
+        bad = lowest if lowest < 0 else highest
         raise PlanError(
             f"layer {layer}: {blocks.side} page {bad * per_block} is outside its tensor: block id {bad} must lie in "
             f"[0, {limit}), where a block is {per_block} pages"
@@ -104,3 +104,4 @@ def check_ids(blocks: BlockIds, pages: tuple[int, int], planes: Iterable[PlaneBa
             f"layer {layer}: {blocks.side} page {int(ordered[1:][again][0]) * per_block} appears twice "
             "among those needed: two positions would share its bytes"
         )
+    return (highest + 1) * per_block - 1

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from kvrdma.errors import PlanError
-from kvrdma.layout import KVLayout, Storage, TokenShare
+from kvrdma.layout import KVLayout, Storage
 from kvrdma.plan.finish import check_bounds, join_rows
 from kvrdma.plan.ids import MAX_POSITION, BlockIds, block_ids, check_ids
 from kvrdma.plan.landing import ReadCost
-from kvrdma.plan.prepare import LayerGroup, PageTemplate, Stream, prepare
+from kvrdma.plan.pieces import Piece, are_joined, fill
+from kvrdma.plan.prepare import LayerGroup, PageTemplate, prepare
 from kvrdma.plan.tokens import Ints, tokens_before
 from kvrdma.reshape.spec import Reshape
-from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Rows
+from kvrdma.rows import LENGTH, Rows
 from kvrdma.topology import RankId, Source
 
 MAX_ROWS = 1 << 25
@@ -110,11 +111,15 @@ class ReadPlan:
 
 
 class _Pages(NamedTuple):
-    """Equal pages of a layer group: template, local page ids, and remote page index at the period's start."""
+    """Equal pages of a layer group: template, local page ids, and remote page index at the period's start.
+
+    ``ends`` are the lowest and the highest of the latter.
+    """
 
     template: PageTemplate
     local: Ints
     remote_start: Ints
+    ends: tuple[int, int]
 
 
 class Planner:
@@ -158,15 +163,18 @@ class Planner:
             PlanError: a block that the range needs is missing, repeated or outside its tensor, the number of
                 spans is wrong, or a row would leave its region.
         """
-        rows: list[list[Rows]] = [[] for _ in self.sources]
+        pieces: list[list[Piece]] = [[] for _ in self.sources]
         reshapes: dict[tuple[tuple[str, ...], tuple[tuple[int, Reshape], ...]], list[Ints]] = {}
         planned = 0
         for group in self._groups:
-            wanted, here, there = _open_group(group, (local, remote), tokens)
+            wanted, here, there, top = _open_group(group, (local, remote), tokens)
             for pages in _pages(group, here, wanted):
                 planned = _count_rows(planned, group, pages)
                 for stream in pages.template.streams:
-                    rows[stream.source].append(_fill(group, stream, pages, there))
+                    (lowest, highest), (first, last) = pages.ends, stream.remote_pages
+                    index = pages.remote_start[:, None] + stream.remote_page
+                    theirs = there.at(index, lowest + first, highest + last, group.names[0])
+                    pieces[stream.source].append(fill(group, stream, pages.local, theirs, top))
                 if pages.template.reshapes:
                     reshapes.setdefault((group.names, pages.template.reshapes), []).append(pages.local)
         finished = tuple(
@@ -174,21 +182,28 @@ class Planner:
             for (names, steps), pages in reshapes.items()
             for plane, reshape in steps
         )
-        return ReadPlan(tuple(map(self._finish, range(len(rows)), rows)), finished)
+        return ReadPlan(tuple(map(self._finish, range(len(pieces)), pieces)), finished)
 
-    def _finish(self, index: int, pieces: list[Rows]) -> SourceReads:
-        rows = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty((0, 4), np.uint64), *pieces])
-        joined = join_rows(rows, self._local_regions)
-        check_bounds(joined, self._local_regions, self._remote_regions[index])
-        return SourceReads(self.sources[index], joined, len(rows))
+    def _finish(self, index: int, pieces: list[Piece]) -> SourceReads:
+        if not pieces:
+            return SourceReads(self.sources[index], np.empty((0, 4), np.uint64), 0)
+        rows = pieces[0].rows if len(pieces) == 1 else np.concatenate([piece.rows for piece in pieces])
+        if not are_joined(pieces):
+            rows = join_rows(rows, self._local_regions)
+        if not all(piece.inside for piece in pieces):
+            check_bounds(rows, self._local_regions, self._remote_regions[index])
+        return SourceReads(self.sources[index], rows, sum(piece.rows_before for piece in pieces))
 
 
 def _open_group(
     group: LayerGroup,
     blocks: tuple[Sequence[BlockSpan], Sequence[BlockSpan]],
     tokens: TokenRange | Sequence[TokenRange],
-) -> tuple[TokenRange, BlockIds, BlockIds]:
-    """The token range of a group of layers, and the pages of both sides, checked as far as ids alone allow."""
+) -> tuple[TokenRange, BlockIds, BlockIds, int]:
+    """The token range of a group of layers, and the pages of both sides, checked as far as ids alone allow.
+
+    The number is the highest remote page.
+    """
     counts = [len(spans) for spans in blocks]
     if group.group >= min(counts):
         raise PlanError(
@@ -202,11 +217,11 @@ def _open_group(
         block_ids(local, group.pages_per_block, "local"),
         block_ids(remote, group.remote_pages_per_block, "remote"),
     )
-    wanted = _range_of(group, tokens, (len(here.ids), len(there.ids)))
+    wanted, highest = _range_of(group, tokens, (len(here.ids), len(there.ids))), -1
     if wanted.start < wanted.end:
-        check_ids(here, _local_pages(group, wanted), group.local, group.names[0])
-        check_ids(there, _remote_pages(group, wanted), group.remote.values(), group.names[0])
-    return wanted, here, there
+        check_ids(here, _local_pages(group, wanted), group.blocks[0], group.names[0])
+        highest = check_ids(there, _remote_pages(group, wanted), group.blocks[1], group.names[0])
+    return wanted, here, there, highest
 
 
 def _count_rows(planned: int, group: LayerGroup, pages: _Pages) -> int:
@@ -253,8 +268,7 @@ def _local_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
 
 def _remote_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
     """Pages of the sequence, ``[lo, hi)``, outside of which no remote rank holds anything wanted."""
-    last = TokenShare(group.theirs.dcp_size - 1, group.theirs.dcp_size, group.theirs.interleave)
-    first, size = replace(last, dcp_rank=0), group.theirs.tokens
+    (first, last), size = group.ends, group.theirs.tokens
     return tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
 
 
@@ -273,27 +287,16 @@ def _pages(group: LayerGroup, here: BlockIds, wanted: TokenRange) -> Iterator[_P
         if not full_lo <= page < full_hi
     ]
     for index, start, end in jobs:
-        ids = here.at(index, group.names[0])
-        template = group.template(int(index[0]) % period, start, end)
+        lowest, highest = int(index[0]), int(index[-1])
+        ids = here.at(index, lowest, highest, group.names[0])
         starts = index // period * group.map.remote_pages
-        order = np.argsort(ids, kind="stable")
-        yield _Pages(template, ids[order], starts[order])
-
-
-def _fill(group: LayerGroup, stream: Stream, pages: _Pages, there: BlockIds) -> Rows:
-    """Broadcast one stream over layers, pages and rows of the template: ``(layers * pages * rows, 4)``."""
-    local = group.local[stream.local_plane]
-    remote = group.remote[(stream.source, stream.remote_plane)]
-    index = pages.remote_start[:, None] + stream.remote_page
-    theirs = there.at(index, group.names[0])
-    mine = pages.local.astype(np.uint64)[:, None] * np.uint64(local.page_stride) + stream.local_offset
-    other = theirs.astype(np.uint64) * np.uint64(remote.page_stride) + stream.remote_offset
-    rows = np.empty((len(group.names), len(pages.local), len(stream.length), 4), np.uint64)
-    np.add(local.base[:, None, None], mine, out=rows[..., LOCAL])
-    rows[..., REGION] = remote.region[:, None, None]
-    np.add(remote.base[:, None, None], other, out=rows[..., OFFSET])
-    rows[..., LENGTH] = stream.length
-    return rows.reshape(-1, 4)
+        order = ids.argsort(kind="stable")
+        yield _Pages(
+            template=group.template(lowest % period, start, end),
+            local=ids[order],
+            remote_start=starts[order],
+            ends=(lowest // period * group.map.remote_pages, highest // period * group.map.remote_pages),
+        )
 
 
 @lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,11 @@ _MAX_LISTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows of a page that share source and planes; arrays of one length, relative to page starts."""
+    """Rows of a page that share source and planes; arrays of one length, relative to page starts.
+
+    They lie between ``first`` and ``reach`` of the local page and end before ``remote_reach`` of the remote one.
+    ``touch``: some of them follow each other in the local page. ``remote_pages``: lowest and highest remote page.
+    """
 
     source: int
     local_plane: int
@@ -50,6 +55,11 @@ class Stream:
     local_offset: Words
     remote_offset: Words
     length: Words
+    first: int
+    reach: int
+    remote_reach: int
+    touch: bool
+    remote_pages: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +72,17 @@ class PageTemplate:
 
 @dataclass(frozen=True, slots=True)
 class PlaneBases:
-    """Where one plane's pages start: base and region of every layer of a group (uint64), stride, pages."""
+    """Where one plane's pages start: base and region of every layer of a group (uint64), stride, pages.
+
+    ``room``: bytes of its region that follow each layer's base, at least. ``gap``: those to the next layer's, at least.
+    """
 
     base: Words
     region: Words
     page_stride: int
     num_pages: int
+    room: int
+    gap: int
 
 
 @dataclass(slots=True)
@@ -75,7 +90,8 @@ class LayerGroup:
     """Layers whose pages are filled by the same rows at different bases.
 
     ``remote`` maps (source, plane) to the bases on that source. ``local`` bases are addresses, remote bases
-    offsets in a region.
+    offsets in a region. ``blocks``: how many either side has, by its smallest tensor. ``ends``: the remote token
+    shares that hold the first and the last position of a round.
     """
 
     names: tuple[str, ...]
@@ -90,8 +106,16 @@ class LayerGroup:
     local: tuple[PlaneBases, ...]
     remote: Mapping[tuple[int, int], PlaneBases]
     cost: ReadCost
+    blocks: tuple[int, int] = field(init=False)
+    ends: tuple[TokenShare, TokenShare] = field(init=False)
     _templates: dict[tuple[int, int, int], PageTemplate] = field(default_factory=dict)
     _rows: int = 0
+
+    def __post_init__(self) -> None:
+        pages = [min(plane.num_pages for plane in planes) for planes in (self.local, self.remote.values())]
+        self.blocks = pages[0] // self.pages_per_block, pages[1] // self.remote_pages_per_block
+        size, interleave = self.theirs.dcp_size, self.theirs.interleave
+        self.ends = TokenShare(0, size, interleave), TokenShare(size - 1, size, interleave)
 
     def template(self, page: int, lo: int, hi: int) -> PageTemplate:
         """Rows for slots ``[lo, hi)`` of the ``page``-th page of the period; reshapes for full pages only."""
@@ -128,7 +152,18 @@ def _streams(table: Table) -> Iterator[Stream]:
         offsets = [rows[:, c].astype(np.uint64) for c in (LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)]
         source, local_plane, remote_plane = key.tolist()
         pages = np.ascontiguousarray(rows[:, REMOTE_PAGE])
-        yield Stream(source, local_plane, remote_plane, pages, *offsets)
+        start, end = rows[:, LOCAL_OFFSET], rows[:, LOCAL_OFFSET] + rows[:, LENGTH]
+        yield Stream(
+            *(source, local_plane, remote_plane, pages),
+            local_offset=offsets[0],
+            remote_offset=offsets[1],
+            length=offsets[2],
+            first=int(start[0]),
+            reach=int(end.max()),
+            remote_reach=int((rows[:, REMOTE_OFFSET] + rows[:, LENGTH]).max()),
+            touch=bool((start[1:] <= end[:-1]).any()),
+            remote_pages=(int(pages.min()), int(pages.max())),
+        )
 
 
 def prepare(
@@ -234,7 +269,7 @@ def _group(
     layers = [layer for layer, _ in members]
     first = layers[0]
     fmt, tokens = local.format_of(first), _share(local, local.format_of(first))
-    bases = tuple(_bases(layers, plane, local) for plane in range(len(first.planes)))
+    bases = tuple(_bases(layers, plane, local, addresses=True) for plane in range(len(first.planes)))
     remote: dict[tuple[int, int], PlaneBases] = {}
     per_block = 1
     theirs = PageSide(1, 1, 1)
@@ -243,7 +278,8 @@ def _group(
         per_block = others[0].pages_per_block
         token_share = _share(layouts[share.index], share.format)
         theirs = PageSide(share.format.tokens, token_share.dcp_size, token_share.interleave)
-        remote.update({(share.index, plane): _bases(others, plane) for plane in range(len(others[0].planes))})
+        layout = layouts[share.index]
+        remote.update({(share.index, plane): _bases(others, plane, layout) for plane in range(len(others[0].planes))})
     pairing = token_map(PageSide(fmt.tokens, tokens.dcp_size, tokens.interleave), tokens.dcp_rank, theirs)
     names = tuple(layer.name for layer in layers)
     sizes = (first.pages_per_block, per_block)
@@ -254,10 +290,17 @@ def _address(local: KVLayout, layer: Layer) -> int:
     return local.regions[layer.planes[0].region].addr + layer.planes[0].offset
 
 
-def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout | None = None) -> PlaneBases:
-    """Bases of one plane over layers: addresses if the owner's regions are given, else region offsets."""
+def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout, *, addresses: bool = False) -> PlaneBases:
+    """Bases of one plane over layers of ``owner``: addresses, or else region offsets."""
     planes = [layer.planes[plane] for layer in layers]
-    starts = [owner.regions[p.region].addr if owner else 0 for p in planes]
-    base = np.array([p.offset + start for p, start in zip(planes, starts, strict=True)], np.uint64)
-    region = np.array([p.region for p in planes], np.uint64)
-    return PlaneBases(base, region, planes[0].page_stride, planes[0].num_pages)
+    starts = [owner.regions[p.region].addr if addresses else 0 for p in planes]
+    base = [p.offset + start for p, start in zip(planes, starts, strict=True)]
+    sizes = [owner.regions[p.region].nbytes if p.region < len(owner.regions) else 0 for p in planes]
+    return PlaneBases(
+        base=np.array(base, np.uint64),
+        region=np.array([p.region for p in planes], np.uint64),
+        page_stride=planes[0].page_stride,
+        num_pages=planes[0].num_pages,
+        room=min(size - p.offset for p, size in zip(planes, sizes, strict=True)),
+        gap=min((after - before for before, after in pairwise(base)), default=1 << 64),
+    )

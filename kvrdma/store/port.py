@@ -135,7 +135,7 @@ class StorePort:
         return done
 
     def _check(self, number: int, prompt: Prompt, num_tokens: int) -> None:
-        check_published(f"prompt {number}", self._engine.layout, [prompt.blocks], num_tokens)
+        check_published(f"prompt {number}", self._engine.limits, [prompt.blocks], num_tokens)
 
     def _offer(self, prompt: Prompt, deadline_s: float, owners: dict[_Name, int], number: int) -> bool:
         """Offer a prompt to the stores responsible for it; says whether all of them have it, or read it now."""

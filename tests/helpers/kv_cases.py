@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvrdma.plan import BlockSpan, Planner, ReadCost, ReadPlan, TokenRange
+from kvrdma.plan.finish import check_bounds, join_rows
 from kvrdma.topology import EngineShape, RankId, Source, select_sources
 from tests.helpers import kv_oracle as kv
 
@@ -186,7 +187,12 @@ def run_case(case: Case, *, slow: bool = False, tamper: Tamper = _honest) -> Ran
         storage[:] = original
     planner = Planner(consumer.layout, {r: c.layout for r, c in producers.items()}, sources, case.cost)
     local, remote, tokens = zip(*(tamper.request(case, group) for group in case.groups), strict=True)
-    plan = tamper.plan(planner.plan(local, remote, tokens))
+    honest = planner.plan(local, remote, tokens)
+    for each in honest.sources:
+        theirs = producers[each.source.rank].layout.regions
+        check_bounds(each.rows, consumer.layout.regions, theirs)
+        assert len(join_rows(each.rows, consumer.layout.regions)) == len(each.rows), (case, "rows are left to join")
+    plan = tamper.plan(honest)
     kv.read_rows(consumer, producers, plan)
     for step in plan.reshapes:
         kv.run_reshape(consumer, step)

@@ -42,7 +42,7 @@ def plan(
     assert rows.dtype == np.uint64
     assert rows.flags.c_contiguous
     assert rows.shape[1:] == (4,)
-    return [[int(n) for n in row] for row in rows]
+    return sorted([int(n) for n in row] for row in rows)
 
 
 def test_scattered_blocks_are_a_row_each_and_neighbours_one() -> None:
