@@ -171,7 +171,7 @@ def groups_of(blocks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[in
     Raises:
         PlanError: something is no block id.
     """
-    return tuple(tuple(ids.tolist()) for ids in _arrays(blocks))
+    return tuple(_plain(group) or tuple(_ids(group).tolist()) for group in _split(blocks))
 
 
 def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpan]) -> list[BlockSpan]:
@@ -182,7 +182,7 @@ def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpa
     """
     if hasattr(blocks, "__len__") and len(blocks) and isinstance(blocks[0], BlockSpan):
         return [span for span in blocks if isinstance(span, BlockSpan)]
-    return [BlockSpan(ids) for ids in _arrays(blocks)]  # type: ignore[arg-type]
+    return [BlockSpan(_ids(group)) for group in _split(blocks)]
 
 
 def id_text(request_id: Hashable) -> str:
@@ -190,11 +190,19 @@ def id_text(request_id: Hashable) -> str:
     return str(request_id)[:4096].encode("utf-8", "replace").decode()
 
 
-def _arrays(blocks: Sequence[int] | Sequence[Sequence[int]]) -> list[Ints]:
+def _split(blocks: Sequence[Any]) -> Sequence[Any]:
+    """Give what is said of each KV group."""
     if not hasattr(blocks, "__len__"):
         raise PlanError(f"block ids must be a list, or one per KV group, got {blocks!r:.80}")
     nested = len(blocks) and hasattr(blocks[0], "__len__")
-    return [_ids(group) for group in (blocks if nested else [blocks])]
+    return blocks if nested else [blocks]
+
+
+def _plain(group: object) -> tuple[int, ...] | None:
+    """Read a list of nothing but usual block ids, as nearly all are, without a detour; None where it is no such."""
+    if isinstance(group, list | tuple) and set(map(type, group)) == {int} and max(group) < _MAX_ID:
+        return tuple(group)
+    return None
 
 
 def _ids(group: object) -> Ints:

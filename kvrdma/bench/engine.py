@@ -295,6 +295,8 @@ def results(transport: str, shape: Shape, repeats: int, consumers: int) -> Itera
     """Run every case."""
     yield overhead(shape, transport, repeats)
     yield overhead(replace(shape, tokens=shape.block * 8), transport, repeats)
+    # As many pages of 512 bytes: over before the memory of what comes after them has gone to rest
+    yield overhead(replace(shape, heads=1, head_dim=8), transport, repeats)
     for secret in (None, _SECRET):
         yield first_pull(transport, secret, repeats)
     yield digest_cost(replace(shape, tokens=min(shape.tokens, 1024)), transport, min(repeats, 5))

@@ -164,6 +164,7 @@ class Consumer:
             pull.posted = not pull.unopened
         self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it, or for what is counted
         pull.nbytes, pull.rows = pull.plan.nbytes, sum(source.rows_before for source in pull.plan.sources)
+        pull.via = tuple(link.via for link in peer.links)
 
     # Completions
 
@@ -367,7 +368,7 @@ class Consumer:
             read_s=now_s - pull.posted_s,
             data_s=max(0.0, pull.arrived_s - pull.posted_s),
             attempts=pull.attempts,
-            via=tuple(link.via for link in pull.peer.links),
+            via=pull.via,
             plan_s=pull.plan_s,
             post_s=pull.post_s,
             reshape_s=pull.reshape_s,

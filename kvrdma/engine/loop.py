@@ -106,9 +106,8 @@ class Loop:
         wait_s, later = min(timeout_s, self._run_timers()), len(self._later)
         if later:
             wait_s = min(wait_s, _AFTERWARDS_S)
-        if not self._work:
-            self._poller.poll(1e3 * wait_s)
-        self._asked.clear()
+        if self._work or self._asked.fileno() in dict(self._poller.poll(1e3 * wait_s)):
+            self._asked.clear()
         while self._work:
             self._work.popleft()()
         self.collect(take)

@@ -54,6 +54,7 @@ class Pull:
     nbytes: int = 0
     rows: int = 0
     """Of the plan; rows before adjacent ones were joined."""
+    via: tuple[str, ...] = ()
     data: dict[ReadKey, int] = field(default_factory=dict)
     """Data reads in flight, with the index of their source."""
     words: dict[ReadKey, int] = field(default_factory=dict)

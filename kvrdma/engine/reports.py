@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -11,9 +10,6 @@ from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
 from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
-
-_LOOK_EVERY_S = 3600.0
-"""``poll`` takes no time as long as ``wait`` may be asked for."""
 
 
 class Reports:
@@ -84,8 +80,6 @@ class Reports:
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
         deadline_s = time.monotonic() + timeout_s
-        poller = select.poll()
-        poller.register(self.fileno(), select.POLLIN)
         while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
-            poller.poll(1e3 * min(left_s, _LOOK_EVERY_S))
+            self._signal.wait(left_s)
         return events

@@ -28,7 +28,18 @@ class BlockIds(NamedTuple):
     def at(self, index: Ints, lowest: int, highest: int, layer: str) -> Ints:
         """Look up pages by their index in the sequence, of which these are the lowest and the highest."""
         self.require(lowest, highest, layer)
-        place = index - self.first * self.per_block
+        return self._pages(index - self.first * self.per_block if self.first else index)
+
+    def along(self, index: range, layer: str) -> Ints:
+        """Look up pages at equal distances; a view, where a block is a page."""
+        self.require(index[0], index[-1], layer)
+        skip = self.first * self.per_block
+        if self.per_block == 1:
+            return self.ids[index.start - skip : index[-1] - skip + 1 : index.step]
+        return self._pages(np.arange(index.start - skip, index.stop - skip, index.step))
+
+    def _pages(self, place: Ints) -> Ints:
+        """Look up pages by how many of the span are before them."""
         if self.per_block == 1:
             return self.ids[place]
         pages: Ints = self.ids[place // self.per_block] * self.per_block + place % self.per_block

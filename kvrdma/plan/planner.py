@@ -172,7 +172,8 @@ class Planner:
                 planned = _count_rows(planned, group, pages)
                 for stream in pages.template.streams:
                     (lowest, highest), (first, last) = pages.ends, stream.remote_pages
-                    index = pages.remote_start[:, None] + stream.remote_page
+                    index = pages.remote_start[:, None]
+                    index = index + stream.remote_page if last or len(stream.remote_page) > 1 else index
                     theirs = there.at(index, lowest + first, highest + last, group.names[0])
                     pieces[stream.source].append(fill(group, stream, pages.local, theirs, top))
                 if pages.template.reshapes:
@@ -280,22 +281,21 @@ def _pages(group: LayerGroup, here: BlockIds, wanted: TokenRange) -> Iterator[_P
     size, period = group.format.tokens, len(group.map)
     here.require(lo // size, (hi - 1) // size, group.names[0])  # before memory is spent on that many pages
     full_lo, full_hi = -(-lo // size), hi // size
-    jobs = [(np.arange(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))]
+    jobs = [(range(page, full_hi, period), 0, size) for page in range(full_lo, min(full_lo + period, full_hi))]
     jobs += [
-        (np.array([page]), max(lo - page * size, 0), min(hi - page * size, size))
+        (range(page, page + 1), max(lo - page * size, 0), min(hi - page * size, size))
         for page in sorted({lo // size, (hi - 1) // size})
         if not full_lo <= page < full_hi
     ]
     for index, start, end in jobs:
-        lowest, highest = int(index[0]), int(index[-1])
-        ids = here.at(index, lowest, highest, group.names[0])
-        starts = index // period * group.map.remote_pages
+        ids = here.along(index, group.names[0])
         order = ids.argsort(kind="stable")
+        lowest, step = index.start // period, group.map.remote_pages
         yield _Pages(
-            template=group.template(lowest % period, start, end),
+            template=group.template(index.start % period, start, end),
             local=ids[order],
-            remote_start=starts[order],
-            ends=(lowest // period * group.map.remote_pages, highest // period * group.map.remote_pages),
+            remote_start=order if (lowest, step) == (0, 1) else (order + lowest) * step,
+            ends=(lowest * step, (lowest + len(index) - 1) * step),
         )
 
 

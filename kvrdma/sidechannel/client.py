@@ -84,6 +84,7 @@ class SideChannelClient:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, ours.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, ours.private)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._for_answer, self._for_either = self._poller(zmq.POLLIN), self._poller(zmq.POLLIN | zmq.POLLOUT)
         self._socket.connect(self._url)
         self._open = True
         self._connected = self._ready = False
@@ -130,7 +131,8 @@ class SideChannelClient:
         # At once, unless there is news of the connection: who is there now is then not the server that was meant.
         sent = self._ready and not int(self._monitor.events) & zmq.POLLIN and self._send(parts)
         while (left_s := deadline - time.monotonic()) > 0:
-            ready = self._wait(left_s, zmq.POLLIN if sent else zmq.POLLIN | zmq.POLLOUT)
+            poller = self._for_answer if sent else self._for_either
+            ready = dict(poller.poll(max(1, int(left_s * 1e3))))
             state = ready.get(self._socket, 0)
             if state & zmq.POLLIN:
                 reply = self._receive()
@@ -149,11 +151,12 @@ class SideChannelClient:
             return False  # the connection has just broken: the monitor says why
         return True
 
-    def _wait(self, timeout_s: float, events: int) -> dict[object, int]:
+    def _poller(self, events: int) -> zmq.Poller:
+        """Prepare to wait for the socket and for news of its connection."""
         poller = zmq.Poller()
         poller.register(self._socket, events)
         poller.register(self._monitor, zmq.POLLIN)
-        return dict(poller.poll(max(1, int(timeout_s * 1e3))))
+        return poller
 
     def _receive(self) -> Message | None:
         """Take one answer; None for a late answer to an earlier request."""

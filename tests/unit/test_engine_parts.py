@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from kvrdma.engine.events import End, Ended, PullFailed, PullReleased
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Sparing
 from kvrdma.engine.reports import Reports
+from kvrdma.engine.signal import Signal
 from kvrdma.errors import PullAbortedError, PullError, TransportClosedError
 from kvrdma.handshake import preference
 from kvrdma.testing import FakeClock
@@ -192,3 +194,22 @@ def test_the_order_of_transports() -> None:
         "cma": can("host", one_sided=True, needs_cpu=False),
     }
     assert list(preference(found)) == ["cma", "verbs", "ucx", "tcp"]
+
+
+def test_a_signal_wakes_all_who_wait_for_it_until_it_is_cleared() -> None:
+    signal = Signal()
+    waiting = [threading.Thread(target=signal.wait, args=(seconds,)) for seconds in (600.0, float("inf"))]
+    for thread in waiting:
+        thread.start()
+    signal.set()
+    for thread in waiting:
+        thread.join(10)
+        assert not thread.is_alive()
+    signal.wait(600.0)
+    signal.clear()
+    for seconds in (0.0, -1.0, 0.0001):  # nobody sets it: a wait without an end would hang here
+        signal.wait(seconds)
+    assert not select.select([signal], [], [], 0)[0]
+    signal.hand_over()
+    signal.wait(600.0)
+    assert select.select([signal], [], [], 0)[0]

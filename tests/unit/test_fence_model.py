@@ -38,6 +38,7 @@ def clone(book: LeaseBook) -> LeaseBook:
     old = book._table
     table._slots, table._generation = old._slots, old._generation
     table._words, table._free = old._words.copy(), OrderedDict(old._free)
+    table._view = table._words.data
     new: LeaseBook = object.__new__(type(book))
     new._table, new._lease_s = table, book._lease_s
     new._leases = {
