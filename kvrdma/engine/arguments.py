@@ -108,6 +108,8 @@ def time_span(name: str, value: object) -> float:
     Raises:
         ConfigError: it is no number; says so under ``name``.
     """
+    if type(value) is float and not math.isnan(value):
+        return value  # as nearly always
     span = math.nan
     if not isinstance(value, bool) and isinstance(value, Real):
         try:

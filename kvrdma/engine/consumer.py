@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvrdma.engine.digest import compare_digests
 from kvrdma.engine.events import PullDone, PullFailed, PullReleased
 from kvrdma.engine.holding import Holding
@@ -153,7 +151,7 @@ class Consumer:
             for index in range(len(peer.links)):
                 self._reading.word(pull, index)  # on their way while the plan is made
         pairs = zip(reference.blocks, reference.first_blocks, strict=True)
-        spans = [BlockSpan(np.asarray(ids, np.int64), first) for ids, first in pairs]
+        spans = [BlockSpan(ids, first) for ids, first in pairs]
         began_s = self._loop.now()
         pull.plan = peer.planner.plan(pull.wanted.blocks, spans, pull.wanted.tokens)
         pull.plan_s = self._loop.now() - began_s
