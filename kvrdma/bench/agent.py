@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
-from kvrdma.bench.echo import Echo
+from kvrdma.bench.echo import Echo, SocketEcho
 from kvrdma.bench.engine import EIGHTH, LLAMA_8B, BareReader, Shape, open_engine
 from kvrdma.bench.reading import best_transport
 from kvrdma.config import Config
@@ -186,7 +186,8 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     """Time lookups of long prefixes, each a message and its answer, with leases taken and given back in between.
 
     In turns with them bare messages of the same sizes make the same way to a process that is busy for as long as a
-    store's median: how often those are late is this host's doing.
+    store's median, and as many bytes go over one socket to a process that does nothing: how often those are late is
+    this host's doing.
     """
     shape = Shape(layers=1, heads=1, head_dim=16, tokens=16 * blocks, blocks=blocks)
     store = StoreProcess(_room(shape), transport)
@@ -196,8 +197,9 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     client = user.stores.clients[0]
     found = user.lookup()
     client.ask(StoreRelease(found.lease), Noted, 5.0)
-    with Echo(KEY_NBYTES * blocks, len(found.reference), _STORE_BUSY_S) as echo:
-        echoed = []
+    sizes = KEY_NBYTES * blocks, len(found.reference)
+    with Echo(*sizes, _STORE_BUSY_S) as echo, SocketEcho(*sizes) as sockets:
+        echoed, bare = [], []
         for _ in range(count):
             began_s = time.perf_counter()
             keys = user.prompt().keys
@@ -209,6 +211,7 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
                 raise RuntimeError(f"the store found {answer}")
             client.ask(StoreRelease(answer.lease), Noted, 5.0)
             echoed.append(echo.ask())
+            bare.append(sockets.ask())
     user.close()
     store.close()
     return {
@@ -219,6 +222,7 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
         "messages_each": 1,
         **_spread(asking),
         **{f"echo_{name}": value for name, value in _spread(echoed).items()},
+        **{f"socket_{name}": value for name, value in _spread(bare).items()},
         "hash_median_ms": round(statistics.median(hashing) * 1e3, 3),
     }
 

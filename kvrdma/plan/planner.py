@@ -66,7 +66,7 @@ class SourceReads:
 
     Attributes:
         source: the remote rank and the heads taken from it.
-        rows: ``(N, 4)`` uint64: local address, index in the rank's regions, offset, bytes.
+        rows: ``(N, 4)`` uint64: local address, index in the rank's regions, offset, bytes; in no particular order.
         rows_before: rows before adjacent ones were joined.
     """
 
