@@ -11,6 +11,8 @@ from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
+_OF_PULLS = (PullDone, PullFailed, PullReleased)
+
 
 class Reports:
     """Hands every end to the caller once. Thread-safe."""
@@ -43,7 +45,7 @@ class Reports:
         with self._lock:
             if isinstance(event, PullFailed) and event.quarantined:
                 self._owed[event.request_id] = True
-            elif isinstance(event, PullDone | PullFailed | PullReleased):
+            elif isinstance(event, _OF_PULLS):
                 self._owed.pop(event.request_id, None)
         self._events.append(event)
         self._signal.hand_over()

@@ -63,15 +63,17 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
             if follows.any():
                 starts = np.flatnonzero(np.concatenate(([True], ~follows)))
                 here, there = pages[starts], theirs[starts]
-                length = np.diff(starts, append=len(pages))[:, None].astype(np.uint64) * length
-    rows = np.empty((len(group.names), *there.shape, 4), np.uint64)
-    mine = here.astype(np.uint64)[:, None] * np.uint64(local.page_stride) + stream.local_offset
-    other = there.astype(np.uint64) * np.uint64(remote.page_stride) + stream.remote_offset
+                length = np.diff(starts, append=len(pages))[:, None] * length
+    rows = np.empty((len(group.names), *there.shape, 4), np.int64)  # no address or offset is as high as its sign
+    mine = here[:, None] * local.page_stride + stream.local_offset
+    other = there * remote.page_stride + stream.remote_offset
     np.add(local.base[:, None, None], mine, out=rows[..., LOCAL])
     rows[..., REGION] = remote.region[:, None, None]
     np.add(remote.base[:, None, None], other, out=rows[..., OFFSET])
     rows[..., LENGTH] = length
-    return Piece(rows.reshape(-1, 4), len(group.names) * theirs.size, local, pages, span, joined, inside)
+    return Piece(
+        rows.reshape(-1, 4).view(np.uint64), len(group.names) * theirs.size, local, pages, span, joined, inside
+    )
 
 
 def are_joined(pieces: Sequence[Piece]) -> bool:
@@ -89,8 +91,8 @@ def are_joined(pieces: Sequence[Piece]) -> bool:
             return False
     starts, ends = [], []
     for first, *more in planes.values():
-        starts.append(first.plane.base + np.uint64(min(piece.span[0] for piece in (first, *more))))
-        ends.append(first.plane.base + np.uint64(max(piece.span[1] for piece in (first, *more))))
+        starts.append(first.plane.base + min(piece.span[0] for piece in (first, *more)))
+        ends.append(first.plane.base + max(piece.span[1] for piece in (first, *more)))
     start, end = np.concatenate(starts), np.concatenate(ends)
     order = start.argsort()
     return bool((start[order[1:]] > end[order[:-1]]).all())

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from kvrdma.errors import IncompatibleError, PlanError
 from kvrdma.layout import KVLayout, Layer, TokenShare, check_compatible
@@ -33,8 +32,6 @@ from kvrdma.plan.tokens import Ints, PageSide, TokenMap, token_map
 from kvrdma.reshape.spec import Reshape
 from kvrdma.topology import RankId, Source
 
-Words = npt.NDArray[np.uint64]
-
 _MAX_CACHED_ROWS = 1 << 20
 _MAX_WARM_PAGES = 8
 _MAX_LISTED = 16
@@ -52,9 +49,9 @@ class Stream:
     local_plane: int
     remote_plane: int
     remote_page: Ints
-    local_offset: Words
-    remote_offset: Words
-    length: Words
+    local_offset: Ints
+    remote_offset: Ints
+    length: Ints
     first: int
     reach: int
     remote_reach: int
@@ -72,13 +69,13 @@ class PageTemplate:
 
 @dataclass(frozen=True, slots=True)
 class PlaneBases:
-    """Where one plane's pages start: base and region of every layer of a group (uint64), stride, pages.
+    """Where one plane's pages start: base and region of every layer of a group, stride, pages.
 
     ``room``: bytes of its region that follow each layer's base, at least. ``gap``: those to the next layer's, at least.
     """
 
-    base: Words
-    region: Words
+    base: Ints
+    region: Ints
     page_stride: int
     num_pages: int
     room: int
@@ -149,15 +146,15 @@ def _streams(table: Table) -> Iterator[Stream]:
     for key in np.unique(keys, axis=0):
         rows = table[(keys == key).all(axis=1)]
         rows = rows[np.argsort(rows[:, LOCAL_OFFSET], kind="stable")]
-        offsets = [rows[:, c].astype(np.uint64) for c in (LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)]
         source, local_plane, remote_plane = key.tolist()
-        pages = np.ascontiguousarray(rows[:, REMOTE_PAGE])
+        columns = (REMOTE_PAGE, LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)
+        pages, local, remote, length = (np.ascontiguousarray(rows[:, column]) for column in columns)
         start, end = rows[:, LOCAL_OFFSET], rows[:, LOCAL_OFFSET] + rows[:, LENGTH]
         yield Stream(
             *(source, local_plane, remote_plane, pages),
-            local_offset=offsets[0],
-            remote_offset=offsets[1],
-            length=offsets[2],
+            local_offset=local,
+            remote_offset=remote,
+            length=length,
             first=int(start[0]),
             reach=int(end.max()),
             remote_reach=int((rows[:, REMOTE_OFFSET] + rows[:, LENGTH]).max()),
@@ -297,8 +294,8 @@ def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout, *, addresses: b
     base = [p.offset + start for p, start in zip(planes, starts, strict=True)]
     sizes = [owner.regions[p.region].nbytes if p.region < len(owner.regions) else 0 for p in planes]
     return PlaneBases(
-        base=np.array(base, np.uint64),
-        region=np.array([p.region for p in planes], np.uint64),
+        base=np.array(base, np.int64),
+        region=np.array([p.region for p in planes], np.int64),
         page_stride=planes[0].page_stride,
         num_pages=planes[0].num_pages,
         room=min(size - p.offset for p, size in zip(planes, sizes, strict=True)),
