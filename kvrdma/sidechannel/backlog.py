@@ -27,6 +27,8 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPE
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128
 """``tcpi_bytes_received`` of Linux's ``struct tcp_info``; since 4.1."""
+_RESET_AT_CLOSE = struct.pack("=ii", 1, 0)
+"""``struct linger``: on, for 0 seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -120,6 +122,9 @@ class BacklogWatch:
                 self.shut += 1
                 _log.warning("control channel: a peer sent %d bytes that nobody took; it is shut out", nbytes)
                 try:
+                    # A reset as the last descriptor closes: a peer whose window was just shut would hear nothing until
+                    # the kernel forgets the connection, after a minute.
+                    connection.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
                     connection.stream.shutdown(socket.SHUT_RDWR)
                 except OSError as error:
                     _log.debug("it had gone by itself: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -157,3 +158,26 @@ def test_the_watch_ends_with_its_server() -> None:
         with serving() as server:
             assert ask(server) == wire.LinkClosed()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvrdma control")]
+
+
+def test_who_is_shut_out_hears_of_it_also_with_its_window_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "MAX_CONNECTION_BYTES", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        peer = socket.create_connection(listening.getsockname())
+        taken, _ = listening.accept()
+    with peer, taken:
+        watched = backlog._Connection(taken.dup())
+        watch = object.__new__(backlog.BacklogWatch)
+        watch.shut, watch._lock, watch._connections = 0, threading.Lock(), {0: watched}
+        peer.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                peer.send(bytes(1 << 20))
+        peer.settimeout(20)
+        watch._shut_the_greediest()
+        while taken.recv(1 << 20):
+            pass
+        taken.close()
+        watched.stream.close()
+        with pytest.raises(ConnectionError):
+            peer.sendall(bytes(64 << 20))
