@@ -54,8 +54,29 @@ def _started(serve: Callable[..., None], *arguments: float) -> tuple[multiproces
     return process, int(pipe.recv())
 
 
-class Echo:
-    """A process that answers by ZMQ, and its only client. A context manager."""
+class _Answering:
+    """A process that answers, and its only client. A context manager."""
+
+    _process: multiprocessing.process.BaseProcess
+
+    def _hang_up(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """Ready to ask."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the process."""
+        self._hang_up()
+        self._process.join(5)
+        self._process.kill()
+
+
+class Echo(_Answering):
+    """A process that answers by ZMQ, and its only client."""
 
     def __init__(self, asked_nbytes: int, answer_nbytes: int, busy_s: float = 0.0) -> None:
         """Start and connect it; it is busy for ``busy_s`` seconds before each answer."""
@@ -78,22 +99,13 @@ class Echo:
         self._socket.recv_multipart()
         return time.perf_counter() - began_s
 
-    def __enter__(self) -> Self:
-        """Ready to ask."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the process."""
+    def _hang_up(self) -> None:
         self._socket.send(b"")
-        self._process.join(5)
-        self._process.kill()
-        self._context.destroy(0)
+        self._context.destroy(linger=1000)  # the process may still have to be told
 
 
-class SocketEcho:
-    """A process that answers over one TCP socket, at once, and its only client. A context manager."""
+class SocketEcho(_Answering):
+    """A process that answers over one TCP socket, at once, and its only client."""
 
     def __init__(self, asked_nbytes: int, answer_nbytes: int) -> None:
         """Start and connect it."""
@@ -114,14 +126,5 @@ class SocketEcho:
             raise TimeoutError("no echo")
         return time.perf_counter() - began_s
 
-    def __enter__(self) -> Self:
-        """Ready to ask."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the process."""
+    def _hang_up(self) -> None:
         self._socket.close()
-        self._process.join(5)
-        self._process.kill()
