@@ -51,10 +51,13 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
     """
     local, remote = group.local[stream.local_plane], group.remote[stream.source, stream.remote_plane]
     span = int(pages[0]) * local.page_stride + stream.first, int(pages[-1]) * local.page_stride + stream.reach
-    inside = span[1] <= local.room and highest * remote.page_stride + stream.remote_reach <= remote.room
+    reach = span[1], highest * remote.page_stride + stream.remote_reach
+    inside = min(local.page_stride, remote.page_stride) > 0 and reach[0] <= local.room and reach[1] <= remote.room
     here, there, length = pages, theirs, stream.length
     joined = not (stream.touch and _ascends(theirs[:, :-1], theirs[:, 1:]))
-    if len(pages) > 1 and stream.reach >= stream.first + local.page_stride:
+    if stream.reach > stream.first + local.page_stride:  # pages lie among one another: any two may meet
+        joined = False
+    elif len(pages) > 1 and stream.reach >= stream.first + local.page_stride:
         follows = pages[1:] == pages[:-1] + 1
         if len(length) > 1 or not stream.reach - stream.first == local.page_stride == remote.page_stride:
             joined &= not follows.any()
@@ -81,12 +84,15 @@ def are_joined(pieces: Sequence[Piece]) -> bool:
     if not all(piece.joined for piece in pieces):
         return False
     if len(pieces) == 1:
-        lowest, highest = pieces[0].span
-        return pieces[0].plane.gap > highest - lowest
+        return pieces[0].plane.gap > pieces[0].span[1] - pieces[0].span[0]
     planes: dict[int, list[Piece]] = {}
     for piece in pieces:
         planes.setdefault(id(piece.plane), []).append(piece)
     for members in planes.values():
+        stride = members[0].plane.page_stride
+        lowest = min(piece.span[0] - int(piece.pages[0]) * stride for piece in members)
+        if max(piece.span[1] - int(piece.pages[-1]) * stride for piece in members) > lowest + stride:
+            return False
         if any(_meet(one.pages, other.pages) for i, one in enumerate(members) for other in members[:i]):
             return False
     starts, ends = [], []

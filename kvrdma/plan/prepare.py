@@ -71,7 +71,8 @@ class PageTemplate:
 class PlaneBases:
     """Where one plane's pages start: base and region of every layer of a group, stride, pages.
 
-    ``room``: bytes of its region that follow each layer's base, at least. ``gap``: those to the next layer's, at least.
+    ``room``: bytes of its region that follow each layer's base, at least; -1 where one is in no region. ``gap``: those
+    to the next layer's, at least.
     """
 
     base: Ints
@@ -292,12 +293,13 @@ def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout, *, addresses: b
     planes = [layer.planes[plane] for layer in layers]
     starts = [owner.regions[p.region].addr if addresses else 0 for p in planes]
     base = [p.offset + start for p, start in zip(planes, starts, strict=True)]
-    sizes = [owner.regions[p.region].nbytes if p.region < len(owner.regions) else 0 for p in planes]
+    known = all(0 <= p.region < len(owner.regions) and p.offset >= 0 for p in planes)
+    sizes = [owner.regions[p.region].nbytes for p in planes] if known else []
     return PlaneBases(
         base=np.array(base, np.int64),
         region=np.array([p.region for p in planes], np.int64),
         page_stride=planes[0].page_stride,
         num_pages=planes[0].num_pages,
-        room=min(size - p.offset for p, size in zip(planes, sizes, strict=True)),
+        room=min((size - p.offset for p, size in zip(planes, sizes, strict=False)), default=-1),
         gap=min((after - before for before, after in pairwise(base)), default=1 << 64),
     )

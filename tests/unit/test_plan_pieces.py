@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 
+from kvrdma.errors import PlanError
 from kvrdma.layout import KVLayout, Plane
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, Planner, ReadPlan, TokenRange, planner
@@ -107,3 +109,26 @@ def test_layers_that_lie_in_one_another_are_looked_at(looks: list[str]) -> None:
     (source,) = made(woven, woven, ([7, 2], [3, 8]), (0, 8)).sources
     assert sorted(source.rows.tolist()) == [[6 * PAGE, 0, 24 * PAGE, 3 * PAGE], [21 * PAGE, 0, 9 * PAGE, 3 * PAGE]]
     assert looks == ["join_rows"]
+
+
+@pytest.mark.parametrize(
+    ("lie", "where"),
+    [({"page_stride": -32}, "local"), ({"page_stride": -32}, "remote"), ({"region": -1}, "remote")],
+)
+def test_a_layout_that_lies_is_looked_at_row_by_row(looks: list[str], lie: dict[str, int], where: str) -> None:
+    """None comes out of a handshake; whoever makes a plan of one himself is told."""
+    honest = layout()
+    (layer,) = honest.layers
+    plane = msgspec.structs.replace(layer.planes[0], **lie)
+    false = msgspec.structs.replace(honest, layers=(msgspec.structs.replace(layer, planes=(plane,)),))
+    with pytest.raises(PlanError, match=rf"{where} region|the peer has only"):
+        made(*((false, honest) if where == "local" else (honest, false)), ([3], [3]), (0, 4))
+    assert "check_bounds" in looks
+
+
+def test_pages_that_lie_among_one_another_meet_at_any_distance(looks: list[str]) -> None:
+    """Tokens first, then blocks: token t of the last page is followed by token t + 1 of the first."""
+    spec = LayerSpec((0, 1), 1, 4, kind="mla", dims="BNHC")
+    woven = KVLayout.from_tensors({"a": np.zeros((4, 6, 1, 8), np.uint8).transpose(1, 0, 2, 3)}, spec)
+    (source,) = made(woven, woven, ([5, 0], [5, 0]), (0, 8)).sources
+    assert (len(source.rows), source.rows_before, looks) == (5, 8, ["join_rows"])
