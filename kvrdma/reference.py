@@ -7,6 +7,7 @@ anybody's hands.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -175,14 +176,22 @@ def groups_of(blocks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[in
 
 
 def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpan]) -> list[BlockSpan]:
-    """Accept block ids as ``groups_of``, or spans; give one span per group.
+    """Accept block ids as ``groups_of``, or spans; give one span per group, of copies that nobody else changes.
 
     Raises:
-        PlanError: something is no block id.
+        PlanError: something is no block id, or no place in a sequence.
     """
-    if hasattr(blocks, "__len__") and len(blocks) and isinstance(blocks[0], BlockSpan):
-        return [span for span in blocks if isinstance(span, BlockSpan)]
-    return [BlockSpan(_plain(group) or _ids(group)) for group in _split(blocks)]
+    return [_span(group) for group in _split(blocks)]
+
+
+def _span(group: object) -> BlockSpan:
+    if not isinstance(group, BlockSpan):
+        return BlockSpan(_plain(group) or _ids(group))
+    try:
+        first = operator.index(group.first)
+    except TypeError:
+        raise PlanError(f"first of a block span must be a whole number, got {group.first!r:.80}") from None
+    return BlockSpan(_plain(group.ids) or _ids(group.ids), first)
 
 
 def id_text(request_id: Hashable) -> str:
@@ -192,10 +201,15 @@ def id_text(request_id: Hashable) -> str:
 
 def _split(blocks: Sequence[Any]) -> Sequence[Any]:
     """Give what is said of each KV group."""
-    if not hasattr(blocks, "__len__"):
+    flat = getattr(blocks, "ndim", 1) == 0 or isinstance(blocks, str | bytes | Mapping)
+    if flat or not hasattr(blocks, "__getitem__") or not hasattr(blocks, "__len__"):
         raise PlanError(f"block ids must be a list, or one per KV group, got {blocks!r:.80}")
-    nested = len(blocks) and hasattr(blocks[0], "__len__")
-    return blocks if nested else [blocks]
+    if not len(blocks):
+        return [blocks]
+    first = blocks[0]
+    if hasattr(first, "ndim"):  # an array, or a number that knows its array
+        return blocks if first.ndim else [blocks]
+    return blocks if hasattr(first, "__len__") or isinstance(first, BlockSpan) else [blocks]
 
 
 def _plain(group: object) -> tuple[int, ...] | None:
@@ -214,7 +228,8 @@ def _ids(group: object) -> Ints:
     except ValueError:  # a ragged list
         given = np.empty((0, 0))
     ids = given.astype(np.int64) if given.dtype.kind in "iu" or not given.size else given
-    if ids.ndim != 1 or ids.dtype.kind != "i" or (ids.size and _highest(group, given) >= _MAX_ID):
+    hidden = isinstance(group, list | tuple) and bool in set(map(type, group))  # NumPy takes True for 1
+    if ids.ndim != 1 or ids.dtype.kind != "i" or hidden or (ids.size and _highest(group, given) >= _MAX_ID):
         raise PlanError(f"block ids must be one list of integers below {_MAX_ID} per KV group, got {group!r:.80}")
     return ids
 

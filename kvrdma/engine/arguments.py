@@ -74,7 +74,7 @@ def check_pull(
         PlanError: names the range, and what it has to fit.
     """
     ranges = [tokens] if isinstance(tokens, TokenRange) else tokens
-    if {type(each) for each in ranges} - {TokenRange}:
+    if not hasattr(ranges, "__len__") or {type(each) for each in ranges} - {TokenRange}:
         raise PlanError(f"pull {request_id!r}: tokens must be a TokenRange, or one per KV group; got {tokens!r:.80}")
     if ranges is tokens and len(ranges) > max(1, len(blocks)):
         raise PlanError(f"pull {request_id!r}: {len(ranges)} token ranges for {len(blocks)} KV groups of blocks")

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvrdma.engine import Engine
@@ -35,8 +36,8 @@ from kvrdma.errors import (
     UnreachableError,
 )
 from kvrdma.handshake import Identity
-from kvrdma.plan import TokenRange
-from kvrdma.reference import PullReference
+from kvrdma.plan import BlockSpan, TokenRange
+from kvrdma.reference import PullReference, groups_of, spans_of
 from kvrdma.sidechannel import Endpoint
 from kvrdma.testing import Fault
 from kvrdma.transport import open_transport
@@ -60,12 +61,23 @@ def short() -> Iterator[Scene]:
 
 # Arguments and references
 
+NO_BLOCKS: tuple[Any, ...] = (
+    *(["a"], [1.5], [[1], 2], [BlockSpan([2]), 2], [True, 5], [1 << 40], [None], [{1}], [BlockSpan(cast(Any, None))]),
+    *({1}, {1: 2}, b"1", np.array(1), 1),
+)
+
 
 def test_what_pull_refuses_at_once(scene: Scene) -> None:
     engine, reference = scene.rank.engine, scene.publish()
-    for blocks in (["a"], [1.5], [[1], 2], [1 << 40], [None]):
+    for blocks in NO_BLOCKS:
         with pytest.raises(PlanError, match="block ids must be"):
-            engine.pull(1, reference, blocks)  # type: ignore[arg-type]
+            engine.pull(1, reference, blocks)
+    for first in ("x", 1.5, None):
+        with pytest.raises(PlanError, match="first of a block span must be a whole number"):
+            engine.pull(1, reference, [BlockSpan([1], first)])  # type: ignore[arg-type]
+    for tokens in (5, (0, 4), iter([TokenRange(0, 4)])):
+        with pytest.raises(PlanError, match="tokens must be a TokenRange"):
+            engine.pull(1, reference, [0], tokens=tokens)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"tokens .* of 12 published"):
         engine.pull(1, reference, [0], tokens=TokenRange(0, 13))
     huge = {**reference.to_params(), "remote_num_tokens": 1 << 50}  # would be terabytes of page numbers
@@ -75,6 +87,19 @@ def test_what_pull_refuses_at_once(scene: Scene) -> None:
         with pytest.raises(MessageError, match="kv_transfer_params"):
             engine.pull(1, broken, [0])
     until(lambda: busy(engine) == {})
+
+
+def test_block_ids_are_taken_from_many_kinds_of_lists_and_copied() -> None:
+    ids = [3, 1]
+    given: Any = [BlockSpan(ids, 2), [4], BlockSpan(np.array([5]))]
+    spans = spans_of(given)
+    ids[0] = 7
+    assert [(list(span.ids), span.first) for span in spans] == [([3, 1], 2), ([4], 0), ([5], 0)]
+    for flat in (range(2), np.arange(2), [np.int64(0), 1], (0, 1)):
+        assert groups_of(flat) == ((0, 1),)  # type: ignore[arg-type]
+    assert groups_of(np.arange(4).reshape(2, 2)) == ((0, 1), (2, 3))  # type: ignore[arg-type]
+    assert groups_of([]) == ((),)
+    assert groups_of([[], [1]]) == ((), (1,))
 
 
 def test_what_publish_refuses(scene: Scene) -> None:
