@@ -120,3 +120,38 @@ def test_an_interpreter_that_ends_with_pulls_on_their_way(transport: str, how: s
     assert ended.stdout == "[]\n"
     assert "defect" not in ended.stderr
     assert "descriptor" not in ended.stderr
+
+
+USED_TO_THE_END = """
+import sys, threading, time
+import numpy as np
+from kvrdma.transport import Device, open_transport
+
+transport, memory = open_transport(sys.argv[1]), np.zeros(1 << 16, np.uint8)
+begun = threading.Barrier(4)
+
+
+def again(step):
+    step()
+    begun.wait()
+    while True:
+        step()
+
+
+def register():
+    transport.deregister(transport.register(memory.ctypes.data, memory.nbytes, Device()))
+
+
+for step in (transport.poll, transport.poll, register):
+    threading.Thread(target=again, args=(step,), daemon=True).start()
+begun.wait()
+time.sleep(0.05)
+"""
+
+
+@each_transport
+def test_threads_that_use_a_transport_to_the_end_do_not_abort_the_process(transport: str) -> None:
+    program = [sys.executable, "-c", USED_TO_THE_END, transport]
+    for _ in range(5):
+        ended = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 0, ended.stderr

@@ -1,15 +1,11 @@
 // Python's view of the core: convert, release the GIL, call, wrap. kvrdma_cma/transport.py is the only user.
-#include <atomic>
-#include <chrono>
 #include <cstring>
-#include <thread>
 
 #include "core.hpp"
 #include "python.hpp"
+#include "unlocked.hpp"
 
 namespace kvrdma::cma {
-
-using nb::gil_scoped_release;
 
 static Cookie cookie_of(const nb::bytes &bytes) {
     Cookie cookie;
@@ -23,46 +19,24 @@ static nb::bytes bytes_of(const Cookie &cookie) {
     return nb::bytes(cookie.data(), cookie.size());
 }
 
-// The core, closed when Python drops it or, by the finalizer of CmaTransport, before the interpreter ends.
-//
-// A thread that asks for the GIL after the interpreter has begun to end is killed there, which C++ frames do not
-// survive. So close() waits for the calls under way, and a closed core is called with the GIL held.
+// The core, called without the GIL.
 class Handle {
   public:
     explicit Handle(int threads) : core_(Core::open(threads)) {}
     ~Handle() { close(); }
 
     template <typename Body> auto call(Body body) {
-        if (closed_)
-            return body(*core_);
-        Released released(active_);
+        Unlocked unlocked;
         return body(*core_);
     }
 
     void close() {
-        closed_ = true;
-        Released released(active_);
+        Unlocked unlocked;
         core_->close();
-        for (int i = 0; i < 1000 && active_ > 1; ++i)
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 
   private:
-    struct Counted {
-        explicit Counted(std::atomic<int> &calls) : count(calls) { ++count; }
-        ~Counted() { --count; }
-        std::atomic<int> &count;
-    };
-    // Members go in reverse order: a call counts until it has the GIL again.
-    struct Released {
-        explicit Released(std::atomic<int> &calls) : counted(calls) {}
-        Counted counted;
-        gil_scoped_release gil;
-    };
-
     std::shared_ptr<Core> core_;
-    std::atomic<int> active_{0};
-    std::atomic<bool> closed_{false};
 };
 
 using RemoteRow = std::tuple<uint64_t, uint64_t, uint64_t, nb::bytes>; // addr, nbytes, cookie addr, cookie

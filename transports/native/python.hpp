@@ -39,7 +39,9 @@ inline void register_translator() {
         } catch (const StatusError &error) {
             nb::object type = nb::module_::import_("kvrdma.errors").attr(error.kind());
             nb::object code = error.code() ? nb::object(nb::int_(error.code())) : nb::none();
-            nb::object value = type(error.what(), nb::arg("code") = code);
+            // Not type(...): what runs Python in here may be killed at the interpreter's end, see unlocked.hpp.
+            nb::object value = type.attr("__new__")(type, error.what());
+            value.attr("code") = code;
             PyErr_SetObject(type.ptr(), value.ptr());
         }
     });

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "python.hpp"
+#include "unlocked.hpp"
 #include "transport.hpp"
 
 namespace nb = nanobind;
@@ -42,7 +43,7 @@ auto facts(const Transport &self) {
 
 auto register_memory(Transport &self, uint64_t addr, uint64_t nbytes, int cuda) {
     Registered made = [&] {
-        nb::gil_scoped_release unlocked;
+        Unlocked unlocked;
         return self.register_memory(addr, nbytes, cuda);
     }();
     return std::make_tuple(made.id, made.slot, bytes_of(made.cookie), bytes_of(made.rkey));
@@ -57,19 +58,19 @@ auto address(const Transport &self) {
 auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance, uint64_t table_addr,
              const nb::bytes &table_rkey, const std::vector<RegionTuple> &regions, double timeout_s) {
     PeerSpec spec{string_of(worker), cookie_of(instance), table_addr, string_of(table_rkey), regions_of(regions)};
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     Connected made = self.connect(std::move(spec), timeout_s);
     return std::make_tuple(made.peer, made.one_sided, made.via);
 }
 
 uint64_t read(Transport &self, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
     const Given given = given_of(rows, then);
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     return self.read(peer, given);
 }
 
 std::vector<Event> poll(Transport &self) {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     return events_of(self.poll());
 }
 
@@ -82,7 +83,7 @@ NB_MODULE(_ucx, module) {
     using kvrdma::ucx::Transport;
     kvrdma::register_translator();
     nb::set_leak_warnings(false); // an interpreter may end with transports open: they are closed, not destroyed
-    nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::call_guard<kvrdma::Unlocked> unlocked;
     module.doc() = "The native part of kvrdma_ucx; kvrdma_ucx.transport is its only user.";
     module.def("ucx_version", &kvrdma::ucx::ucx_version, "Version of the UCX that was loaded.");
     module.def("is_one_sided", &kvrdma::ucx::is_one_sided, "transport"_a,
@@ -92,7 +93,7 @@ NB_MODULE(_ucx, module) {
         .def(
             "__init__",
             [](Transport *self, bool require_one_sided, uint32_t max_in_flight, bool peer_errors) {
-                nb::gil_scoped_release open_may_take_a_second;
+                kvrdma::Unlocked open_may_take_a_second;
                 new (self) Transport(Options{require_one_sided, max_in_flight, peer_errors});
             },
             nb::kw_only(), "require_one_sided"_a, "max_in_flight"_a, "peer_errors"_a = true)

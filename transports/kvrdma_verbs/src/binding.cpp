@@ -1,5 +1,6 @@
 // The border to Python.
 #include "python.hpp"
+#include "unlocked.hpp"
 
 #include <nanobind/stl/pair.h>
 
@@ -32,7 +33,7 @@ Cookie cookie_of(const nb::bytes &bytes) {
 auto register_memory(Transport &self, uint64_t addr, uint64_t nbytes, int cuda) {
     Registered made;
     {
-        nb::gil_scoped_release pinning_takes_time;
+        Unlocked pinning_takes_time;
         made = self.register_memory(addr, nbytes, cuda);
     }
     return std::make_tuple(made.id, made.slot, bytes_of(made.cookie), made.rkeys);
@@ -52,18 +53,18 @@ auto connect(Transport &self, std::vector<std::string> hosts, uint16_t port, con
         spec.regions.push_back({addr, nbytes, slot, cookie_of(cookie), rkeys});
     for (const auto &[ours, theirs] : lanes)
         spec.lanes.push_back({ours, theirs});
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     return self.connect(std::move(spec), timeout_s);
 }
 
 uint64_t read(Transport &self, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
     const Given given = given_of(rows, then);
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     return self.read(peer, given);
 }
 
 std::vector<Event> poll(Transport &self) {
-    nb::gil_scoped_release unlocked;
+    Unlocked unlocked;
     return events_of(self.poll());
 }
 
@@ -77,7 +78,7 @@ NB_MODULE(_verbs, module) {
     using kvrdma::verbs::Transport;
     kvrdma::register_translator();
     nb::set_leak_warnings(false); // an interpreter may end with transports open: they are closed, not destroyed
-    nb::call_guard<nb::gil_scoped_release> unlocked;
+    nb::call_guard<kvrdma::Unlocked> unlocked;
     module.doc() = "The native part of kvrdma_verbs; kvrdma_verbs.transport is its only user.";
     nb::class_<Transport>(module, "Transport")
         .def_prop_ro_static("max_regions", [](const nb::object &) { return kvrdma::verbs::Regions::kSlots; })
@@ -87,7 +88,7 @@ NB_MODULE(_verbs, module) {
                 std::vector<PortChoice> chosen;
                 for (const auto &[device, port, gid_index] : ports)
                     chosen.push_back({device, static_cast<uint8_t>(port), gid_index});
-                nb::gil_scoped_release open_may_take_a_second;
+                kvrdma::Unlocked open_may_take_a_second;
                 new (self) Transport(chosen, Options{queues, spin_us});
             },
             "ports"_a, nb::kw_only(), "queues_per_lane"_a, "busy_poll_us"_a,
