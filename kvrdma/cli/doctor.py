@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -68,10 +69,24 @@ def doctor(
             findings += examine_server(metrics)
         shown = [finding for finding in findings if not (quiet and finding.level == "green")]
         show(shown, as_json=as_json)
+        if not as_json:
+            click.echo(_summary(findings))
         reds = [finding.check for finding in findings if finding.level == "red"]
         return KVRDMAError(f"{len(reds)} red: {', '.join(reds)}") if reds else None
 
     run("doctor", work, as_json=as_json)
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    """Count the findings, and say what that means."""
+    counts = Counter(finding.level for finding in findings)
+    if counts["red"]:
+        verdict = "what is red must be fixed"
+    elif counts["yellow"]:
+        verdict = "works as it is; look at what is yellow"
+    else:
+        verdict = "all is well"
+    return f"{counts['green']} green, {counts['yellow']} yellow, {counts['red']} red: {verdict}"
 
 
 def show(findings: Sequence[Finding], *, as_json: bool) -> None:

@@ -144,7 +144,10 @@ def test_versions_that_fit_are_green() -> None:
 
 
 def test_the_command_exits_with_1_on_red_only(tmp_path: Path) -> None:
-    for name, code in (("vm", 0), ("container", 1)):
+    for name, code, verdict in (
+        ("vm", 0, "4 yellow, 0 red: works as it is"),
+        ("container", 1, "3 red: what is red must"),
+    ):
         build(name, tmp_path / name)
         roots = ["--sysfs", str(tmp_path / name / "sys"), "--proc", str(tmp_path / name / "proc")]
         ended = CliRunner().invoke(main, ["doctor", "--json", *roots])
@@ -157,6 +160,7 @@ def test_the_command_exits_with_1_on_red_only(tmp_path: Path) -> None:
         assert people.exit_code == code
         assert "●" not in people.stdout
         assert "fix:" in people.stdout
+        assert verdict in people.stdout.splitlines()[-1]
 
 
 def test_one_root_without_the_other_is_refused(tmp_path: Path) -> None:
