@@ -41,7 +41,7 @@ class Config:
     allow_peers: tuple[str, ...] = ()
     """Hosts and networks (CIDR) that may be pulled from; empty: all. References pass through clients."""
     transports: tuple[str, ...] = ()
-    """Transports to use, best first; empty: all that work here, chosen per peer."""
+    """Transports to use, best first, one-sided ones before others; empty: all that work here, chosen per peer."""
     require_one_sided: bool = False
     """Refuse peers whose CPU would have to serve the reads."""
     pull_timeout_s: float = 60.0

@@ -5,7 +5,8 @@ table: ``generation << 1 | valid``. It clears the valid bit before the blocks ca
 consumer reads the word one-sided before its first read of data is posted and again after the last has arrived:
 only if both times it is the live word of its own generation is the pull a success. A generation that was revoked
 never comes back, so the word was live all the while, and so were the blocks. (The word afterwards alone does not
-do: data read before the producer had published would be taken for the request's.)
+do: data read before the producer had published would be taken for the request's. It does for a reference that was given
+out as ``live``, after every rank had published: its first read is left out.)
 
 Within a process generations only grow, so a slot can be reused at once; a process starts at a random one, so that
 messages meant for its predecessor at the same address name no lease of its own, whatever the clock says.

@@ -195,7 +195,7 @@ def test_wheel_contents(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     for path in _python_files("kvrdma"):
         assert str(path.relative_to(ROOT)) in names
-    for package in ("kvrdma_memory", "kvrdma_cma", "kvrdma_ucx"):
+    for package in ("kvrdma_memory", "kvrdma_cma", "kvrdma_ucx", "kvrdma_verbs"):
         assert f"{package}/__init__.py" in names
         assert f"{package}/py.typed" in names
     for package, module in NATIVE:

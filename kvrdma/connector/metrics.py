@@ -27,7 +27,9 @@ class Counts:
     requests_declined: int = 0
     """Nothing to pull: the local cache had it, or the breaker of the producer was open."""
     requests_loaded: int = 0
+    """Pulled by every rank: counted at the end, failed ones never."""
     tokens_loaded: int = 0
+    """Of those."""
     requests_not_offered: int = 0
     """Finished prefills that found every lease taken."""
 
@@ -43,7 +45,7 @@ class KvRdmaStats(KVConnectorStats):
 
     ``data`` is JSON-able: ``{"series": {name: [values]}, "counts": {name: n}, "failures": {"peer|reason": n},
     "gauges": {name: {rank: value}}}``. Gauges keep one value per rank, so that joining intervals does not add
-    up what is the same; their total is the sum over ranks.
+    up what is the same; their total is the sum over ranks, or the highest of them (``MOST``).
     """
 
     def __post_init__(self) -> None:

@@ -51,8 +51,8 @@ class Engine:
     """Publishes blocks of its caches and pulls blocks of other engines into them.
 
     Its methods return at once and may be called from any thread; what happens is told by ``poll``, each pull and
-    each publication exactly once. Everything else runs on the engine's own threads: one moves data, one answers
-    peers, one sends small messages.
+    each publication exactly once. Everything else runs on the engine's own threads: one moves data, one
+    watches the clock, one answers peers, one sends small messages, others shake hands, compare checksums and reshape.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Pull:
 
     @property
     def complete(self) -> bool:
-        """Whether everything has arrived, was live before and after, and is in shape."""
+        """Whether everything has arrived, was live all the while, and is in shape."""
         return self.shaped and self.posted and not (self.in_flight or self.unopened or self.unfenced or self.reason)
 
     def fail(self, reason: KVRDMAError, *, retryable: bool) -> None:

@@ -61,7 +61,7 @@ class Reading:
         return np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
 
     def data(self, pull: Pull, *, fenced: bool) -> None:
-        """Read everything the plan names; every source's word has been seen live.
+        """Read everything the plan names; every source's word has been seen live, or the reference says so.
 
         Args:
             pull: what to read.

@@ -2,7 +2,7 @@
 
 A rank stores its positions in order, so its ``q``-th token is in page ``q // tokens``, slot ``q % tokens``.
 With dcp size W and interleave I, position ``p`` is on dcp rank ``(p // I) % W`` as token
-``p // (W * I) * I + p % I`` of that rank. This equals the rule of DESIGN.md section 5 for every block size
+``p // (W * I) * I + p % I`` of that rank. This equals the rule of ``kvrdma.topology`` for every block size
 that I divides.
 """
 

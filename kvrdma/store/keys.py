@@ -34,10 +34,6 @@ class PrefixKeys:
         """Give all keys as one byte string, ``KEY_NBYTES`` each."""
         return b"".join(self.keys)
 
-    def tokens_of(self, blocks: int) -> int:
-        """Count the tokens of the first ``blocks`` blocks."""
-        return min(blocks * self.block_tokens, self.num_tokens)
-
 
 def prefix_keys(
     fingerprint: bytes, tokens: Sequence[int] | np.ndarray[Any, Any], block_tokens: int, salt: bytes = b""

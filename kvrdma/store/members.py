@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,14 +113,6 @@ class Members:
         """End a publication on every rank."""
         for engine in self._engines:
             engine.withdraw(name)
-
-    def totals(self) -> Mapping[str, int]:
-        """Add up the engines' numbers."""
-        total: dict[str, int] = {}
-        for engine in self._engines:
-            for key, value in engine.stats().items():
-                total[key] = total.get(key, 0) + value
-        return total
 
     def close(self) -> None:
         """Close the engines, all at once: each may wait a second for messages to peers that are gone."""

@@ -1,7 +1,7 @@
 """A slow, obvious model of two engines: numpy caches addressed by (layer, part, head, token).
 
 Nothing here uses the planner's geometry. A format is a way to view a storage as ``[page, head, token, D]``
-arrays, one per part, by numpy indexing alone; the place of a position is the rule of DESIGN.md section 5.
+arrays, one per part, by numpy indexing alone; the place of a position is the rule of kvrdma.topology.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def make_rank(engine: EngineModel, rank: RankId, geometry: dict[str, Any], group
 
 
 def place(engine: EngineModel, position: int) -> tuple[int, int, int]:
-    """(dcp rank, block of the sequence, slot in the block) of a position, as DESIGN.md section 5 has it."""
+    """(dcp rank, block of the sequence, slot in the block) of a position, as kvrdma.topology has it."""
     p, w, i, b = position, engine.shape.dcp_size, engine.shape.interleave, engine.block
     return (p // i) % w, p // (b * w), ((p % (b * w)) // (w * i)) * i + p % i
 

@@ -1,4 +1,4 @@
-// What callers do: regions, peers, posting, closing. Nothing here copies data or waits for a peer.
+// What callers do: regions, peers, posting, closing. Nothing here waits for a peer, or copies more than a few KiB.
 #include "core.hpp"
 
 #include <atomic>

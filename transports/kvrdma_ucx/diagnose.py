@@ -33,8 +33,6 @@ _GROUPS = {
 _TRANSPORTS = ("cma", "knem", "xpmem", "posix", "sysv", "self", "tcp", "cuda_copy", "cuda_ipc", "gdr_copy", "gga_mlx5",
                "srd", "rdmacm", "aux")  # fmt: skip
 
-_RDMA = {"all", "ib", "rc", "dc", "rc_x", "dc_x", "rc_v", "rc_mlx5", "rc_verbs", "dc_mlx5", "srd"}
-
 
 class Probe(Protocol):
     """How UCX is opened in a process of its own; ``run_probe``, or what a test puts in its place."""

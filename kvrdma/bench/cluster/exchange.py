@@ -51,7 +51,7 @@ def wait_count(exchange: Exchange, name: str, wanted: int, timeout_s: float) -> 
 
 
 class ThreadExchange:
-    """Between threads of one process, for tests and the check of ``--simulate``."""
+    """Between threads of one process."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
