@@ -72,11 +72,16 @@ class PullReference(msgspec.Struct, frozen=True):
     """One published request, as a consumer sees it."""
 
     engine_id: str
+    """Of the producer, the same on all its ranks."""
     engine_generation: int
+    """Which start of it: another one has other leases."""
     host: str
     port: int
+    """Of the side channel that speaks for the producer."""
     lease: LeaseKey
+    """Which word of the fence says whether the blocks are still the request's."""
     num_tokens: int
+    """Positions that the blocks hold."""
     blocks: tuple[tuple[int, ...], ...]
     """Block ids, one tuple per KV group; the same on every rank."""
     first_blocks: tuple[int, ...]
@@ -90,6 +95,7 @@ class PullReference(msgspec.Struct, frozen=True):
     pp_size: int = 1
     interleave: int = 1
     dcp_across_tp: bool = False
+    """The producer's split, as of ``kvrdma.EngineShape``."""
     live: bool = False
     """Every rank had prepared the lease, and the KV was computed, before this was given out."""
 
@@ -125,6 +131,11 @@ class PullReference(msgspec.Struct, frozen=True):
                 "live": self.live,
             },
         }
+
+    @classmethod
+    def of(cls, given: PullReference | Mapping[str, Any]) -> PullReference:
+        """Take a reference, or read it from what ``to_params`` made; raises as ``from_params``."""
+        return given if isinstance(given, PullReference) else cls.from_params(given)
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> PullReference:

@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
-from types import TracebackType
 from typing import Any, Self
 
 from kvrdma import __version__, handshake
@@ -53,6 +52,8 @@ class Engine:
     Its methods return at once and may be called from any thread; what happens is told by ``poll``, each pull and
     each publication exactly once. Everything else runs on the engine's own threads: one moves data, one
     watches the clock, one answers peers, one sends small messages, others shake hands, compare checksums and reshape.
+
+    ``publish``, ``prepare`` and ``pull`` raise TransportClosedError once it is closed, PullError after a defect.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Engine:
             raise
         self._threads = EngineThreads(self._loop, self._consumer, self._peers, self._tenant, self._producer)
         self._threads.start(self._opened, self._report_the_rest)
-        atexit.register(self.close)  # a thread that comes back from native code later aborts the process
+        atexit.register(self.close)  # whoever forgot to
 
     def _new_consumer(self, outbox: Outbox, caches: Mapping[str, Any]) -> Consumer:
         self._loop = Loop(list(self._memory.transports.values()), time.monotonic)
@@ -209,7 +210,8 @@ class Engine:
 
         Raises:
             LeaseError: published already, or every lease is taken.
-            PlanError: a block id is out of range, or the blocks do not hold as many tokens.
+            PlanError: a block id is out of range, the blocks do not hold as many tokens, or a number is none.
+            ConfigError: this engine listens at no address that others can reach.
         """
         self._require_open()
         self.side_channel.as_told(None)
@@ -242,7 +244,7 @@ class Engine:
         self._producer.discard(lease)
 
     def extend(self, request_id: Hashable, seconds: float) -> bool:
-        """Hold a publication for ``seconds`` from now at least, whatever ``lease_s``; False if it has ended."""
+        """Hold a publication for ``seconds`` (ConfigError: no number) from now at least; False if it has ended."""
         return self._producer.extend(request_id, time_span("seconds", seconds))
 
     def withdraw(self, request_id: Hashable) -> bool:
@@ -276,9 +278,10 @@ class Engine:
             MessageError: the reference is malformed.
             PlanError, ConfigError: more tokens are asked for than were published; another argument is of no use.
             PullError: a pull of that id is under way.
+            TypeError: the id is not hashable.
         """
         self._require_open()
-        reference = _reference(reference)
+        reference = PullReference.of(reference)
         spans = spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
         check_pull(request_id, self.limits, reference.num_tokens, spans, wanted)
@@ -299,14 +302,17 @@ class Engine:
         """Keep the producer's lease alive until the request is pulled, declined or aborted, at most for ``for_s``.
 
         Nothing is reported, also if the producer cannot be reached.
+
+        Raises:
+            MessageError, ConfigError: the reference or the time is malformed.
         """
         hash(request_id)
-        known, limit_s = _reference(reference), time_span("for_s", for_s)
+        known, limit_s = PullReference.of(reference), time_span("for_s", for_s)
         self._loop.run(lambda: self._consumer.hold(request_id, known, limit_s))
 
     def decline(self, reference: PullReference | Mapping[str, Any]) -> None:
-        """Tell the producer that this rank will not read; nothing is reported."""
-        known = _reference(reference)
+        """Tell the producer that this rank will not read; nothing is reported. MessageError: a malformed reference."""
+        known = PullReference.of(reference)
         self._loop.run(lambda: self._consumer.decline(known))
 
     # What happened
@@ -376,9 +382,7 @@ class Engine:
         """Use as a context manager: closed at the end."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -394,7 +398,3 @@ class Engine:
         defect = self._threads.defect
         why = "closed" if defect is None else f"ended by a defect: {defect!r}"
         self._reports.fail_the_rest(PullAbortedError(f"engine {self.identity.engine_id} was {why}"))
-
-
-def _reference(given: PullReference | Mapping[str, Any]) -> PullReference:
-    return given if isinstance(given, PullReference) else PullReference.from_params(given)

@@ -15,9 +15,13 @@ class PullDone:
     """Every byte of the request is in place, and was the request's own when it was read."""
 
     request_id: Hashable
+    """What ``pull`` was given."""
     nbytes: int
+    """Bytes read from all source ranks."""
     rows: int
+    """Rows of the plan, before those that are adjacent on both sides were joined."""
     rows_posted: int
+    """Rows that the transports posted for them."""
     elapsed_s: float
     """From ``pull`` to here."""
     read_s: float
@@ -25,6 +29,7 @@ class PullDone:
     data_s: float
     """Of that, until the last byte of data, and the lease's word behind it, had arrived; the rest is the engine's."""
     attempts: int
+    """1, unless a connection failed and it was tried again."""
     via: tuple[str, ...]
     """Transport and mechanism per source rank."""
     plan_s: float = 0.0
@@ -41,7 +46,9 @@ class PullFailed:
 
     request_id: Hashable
     reason: KVRDMAError
+    """Its class says what kind of failure: docs/troubleshooting.md has them all."""
     attempts: int
+    """0: it never got to a thread of the engine."""
     quarantined: bool = False
     """A transport has not answered: the blocks must not be reused before ``PullReleased``."""
 
@@ -64,14 +71,20 @@ class Stats:
     pulls_done: int = 0
     pulls_failed: int = 0
     pulls_retried: int = 0
+    """Attempts beyond a pull's first."""
     pulled_bytes: int = 0
     rows_posted: int = 0
+    """Of pulls that were done; both."""
     fence_rejections: int = 0
+    """Times that the fence said that a lease had ended: bytes that would have been somebody else's."""
     handshakes: int = 0
     handshakes_failed: int = 0
     peers_lost: int = 0
+    """Engines whose transport reported a rank as gone."""
     quarantined: int = 0
+    """Pulls whose blocks may still be written, now: ``PullReleased`` ends it."""
     published: int = 0
+    """Leases that began; the next three say how they ended."""
     publications_done: int = 0
     publications_expired: int = 0
     publications_withdrawn: int = 0
