@@ -40,6 +40,8 @@ class _Wish:
     wanted: bool | None = None
     """Decided once, at the first look."""
     start: int = 0
+    num_tokens: int = 0
+    """Ordered, from ``start``."""
     loading: bool = False
     blamed: bool = False
 
@@ -140,9 +142,7 @@ class Loads:
         if num_tokens == 0:
             self._decline(request.request_id, wish, step)
             return
-        wish.loading = True
-        self.counts.requests_loaded += 1
-        self.counts.tokens_loaded += num_tokens
+        wish.loading, wish.num_tokens = True, num_tokens
         tokens = TokenRange(wish.start, wish.start + num_tokens)
         groups = self._groups.to_load(blocks.get_block_ids(), tokens, self._first_tokens(request))
         self.partial.loading(request.request_id, groups)
@@ -182,6 +182,9 @@ class Loads:
                 self.partial.forget(request_id)
             if wish is None:
                 continue
+            if request_id not in failed:
+                self.counts.requests_loaded += 1
+                self.counts.tokens_loaded += wish.num_tokens
             if wish.blamed:
                 self._breaker(wish.reference).record_failure()
             elif request_id not in failed:

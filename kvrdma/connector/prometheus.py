@@ -30,7 +30,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
     "requests_without_params": ("requests_without_params", "Requests to a consumer that name no producer."),
     "requests_malformed": ("requests_malformed", "Requests whose params cannot be used."),
     "requests_declined": ("requests_declined", "Requests with a producer, from which nothing was pulled."),
-    "requests_loaded": ("requests_loaded", "Requests pulled, whatever the outcome."),
+    "requests_loaded": ("requests_loaded", "Requests whose prompt, or part of it, every rank has pulled."),
     "tokens_loaded": ("tokens_loaded", "Prompt tokens pulled instead of computed."),
     "requests_not_offered": ("requests_not_offered", "Finished requests that found every lease taken."),
 }

@@ -87,7 +87,7 @@ def read_metrics(text: str) -> list[Finding]:
 def _transfers(samples: Samples) -> Finding:
     pulls, loaded = samples.ours("pull_seconds_count"), samples.ours("requests_loaded")
     published, without = samples.ours("leases_done"), samples.ours("requests_without_params")
-    if pulls or loaded:
+    if loaded or (pulls and not samples.failures):
         seconds = samples.ours("pull_seconds_sum") / pulls if pulls else 0.0
         nbytes = samples.ours("pull_bytes_sum")
         read_s = samples.ours("read_seconds_sum")
@@ -96,6 +96,13 @@ def _transfers(samples: Samples) -> Finding:
         return green("transfers", text)
     if published:
         return green("transfers", f"{published:.0f} publications were read by consumers")
+    if samples.failures:
+        return red(
+            "transfers",
+            f"none; {samples.failures.total()} pulls of ranks failed",
+            "no request got its prompt from a producer: see failed pulls",
+            "docs/troubleshooting.md has each reason with its cure",
+        )
     if without:
         return red(
             "transfers",
@@ -128,11 +135,10 @@ def _not_loaded(samples: Samples) -> list[Finding]:
         if count:
             found.append(yellow("recomputed", f"{count:.0f} {name.replace('_', ' ')}", why, fix))
     without, loaded = samples.ours("requests_without_params"), samples.ours("requests_loaded")
-    if without and loaded:
+    if without and (loaded or samples.failures):
+        text = f"{without:.0f} requests, beside {loaded:.0f} that were loaded"
         why = "they came without kv_transfer_params: warm-up and direct requests do"
-        found.append(
-            yellow("recomputed", f"{without:.0f} of {without + loaded:.0f} requests", why, "look at the proxy")
-        )
+        found.append(yellow("recomputed", text, why, "look at the proxy"))
     return found
 
 

@@ -25,6 +25,12 @@ def counts(engine: MiniEngine) -> dict[str, int]:
     return asdict(engine.scheduler.connector.scheduler._loads.counts)
 
 
+def loaded(engine: MiniEngine) -> tuple[int, int]:
+    """Requests and tokens."""
+    now = counts(engine)
+    return now["requests_loaded"], now["tokens_loaded"]
+
+
 def failures(engine: MiniEngine) -> list[str]:
     """Which errors loads failed with, over all ranks."""
     return [name for rank in engine.ranks for name in rank.connector.worker._stats.data["failures"]]
@@ -50,6 +56,7 @@ def test_a_producer_that_died_before_the_read(engines: Make, policy: str, tp: in
         assert d.wrong_positions("d", 0, 100) == []
     settle(d)
     assert d.finished == {"d": "length" if policy == "recompute" else "error"}
+    assert loaded(d) == (0, 0)
     assert all(rank.reported == {"d"} for rank in d.ranks)
 
 
@@ -71,6 +78,7 @@ def test_one_rank_of_two_fails(engines: Make, policy: str) -> None:
     settle(d)
     assert d.finished == {"d": "length" if policy == "recompute" else "error"}
     assert [rank.reported for rank in d.ranks] == [{"d"}, {"d"}]
+    assert loaded(d) == (0, 0)
     assert d.ranks[0].connector.worker.engine.stats()["pulls_done"] == 1
 
 
@@ -168,12 +176,12 @@ def test_the_breaker_lets_requests_compute_at_once(engines: Make) -> None:
     for name in ("one", "two", "three"):
         d.add(name, prompt_of(40), params[name])
         run(d, until=lambda name=name: name in d.finished)
-    assert counts(d)["requests_loaded"] == 2
+    assert (loaded(d), counts(d)["requests_declined"]) == ((0, 0), 1)
     assert d.ranks[0].reported == {"one", "two"}
     assert d.scheduler.connector.scheduler._loads.breakers_open() == 1
     again = engines("p", "kv_producer")
     decode(again, d, prompt_of(40, seed=4), "four")
-    assert counts(d)["requests_loaded"] == 3
+    assert loaded(d) == (1, 39)
     settle(d)
 
 

@@ -71,6 +71,23 @@ def test_recomputed_requests_and_failures_are_named() -> None:
     assert one(text, "quarantine").found == "1 pulls"
 
 
+FAILED = 'vllm:kvrdma_pull_failures_total{engine="0",peer="p0:1",reason="PullTimeoutError"} 3.0\n'
+
+
+@pytest.mark.parametrize("more", ["", sample("pull_seconds_count", 2), sample("requests_without_params_total", 7)])
+def test_a_server_whose_loads_all_fail_is_red(more: str) -> None:
+    """Some ranks may have pulled their part all the same."""
+    text = FAILED + sample("requests_loaded_total", 0) + more
+    assert one(text, "transfers").level == "red"
+    assert one(text, "transfers").found == "none; 3 pulls of ranks failed"
+    assert ("recomputed" in levels(text)) is ("without" in more)
+
+
+def test_requests_without_a_producer_are_told_beside_those_that_were_loaded() -> None:
+    text = HEALTHY + sample("requests_without_params_total", 7)
+    assert one(text, "recomputed").found == "7 requests, beside 4 that were loaded"
+
+
 def test_leaks_show_as_leases_without_requests_or_of_great_age() -> None:
     held = HEALTHY.replace('leases_held{engine="0",model_name="m"} 0.0', 'leases_held{engine="0"} 3.0')
     assert one(held, "leases").level == "yellow"
