@@ -14,7 +14,7 @@ from kvrdma.bench.room import free_nbytes, gib
 from kvrdma.cli.exits import JsonCommand, run
 from kvrdma.cli.link_options import Size
 from kvrdma.config import Config
-from kvrdma.errors import ConfigError, MessageError
+from kvrdma.errors import ConfigError, KVRDMAError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store.numbers import Exporter
 from kvrdma.store.server import StoreServer
@@ -32,7 +32,7 @@ Example:
 \b
 Exit codes:
   0    stopped by SIGINT or SIGTERM
-  1    another error
+  1    ended by a defect, or another error
   2    wrong options or settings, or more memory than is free
   3    the name to bind cannot be looked up
 """
@@ -118,7 +118,17 @@ def _serve(
             if info is not None and info.si_signo in stops:  # stopped and continued, it returns one of no signal
                 break
         else:
-            raise ConfigError("the store was ended by a defect: see the log")
+            raise _ended(server)
+
+
+def _ended(server: StoreServer) -> KVRDMAError:
+    """Close a store that has ended by itself, and give what is said of it."""
+    error = KVRDMAError("the store was ended by a defect: see the log")
+    try:
+        server.close()
+    except Exception as defect:  # noqa: BLE001 - whatever its side channel ended with: it is in the log
+        error.__cause__ = defect
+    return error
 
 
 @store.command(cls=JsonCommand, epilog=_STATS_EPILOG)

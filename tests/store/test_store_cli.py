@@ -12,7 +12,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from click.testing import CliRunner
 
+from kvrdma.cli import main
+from kvrdma.sidechannel import SideChannelServer
+from kvrdma.store.filling import Filler
 from tests.helpers.stores import Client
 
 pytestmark = pytest.mark.needs("cma")
@@ -83,6 +87,21 @@ def test_what_goes_wrong_is_said_in_one_line(arguments: list[str], code: int, sa
     assert ended.returncode == code, ended
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(("part", "method"), [(Filler, "_step"), (SideChannelServer, "_answer_until_stopped")])
+def test_a_store_that_dies_of_a_defect_is_no_wrong_option(
+    part: type, method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def die(_: object) -> None:
+        raise RuntimeError("a defect of this test")
+
+    monkeypatch.setattr(part, method, die)
+    ended = CliRunner().invoke(main, ["store", "serve", "--capacity", "1MiB", "--bind", "127.0.0.1:0"])
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit), "the defect itself came out"
+    assert "store serve: the store was ended by a defect: see the log" in ended.stderr
+    assert "a defect of this test" in caplog.text
 
 
 def test_stats_of_something_else_than_a_store() -> None:
