@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvrdma.breaker import CircuitBreaker
 from kvrdma.engine import Engine
 from kvrdma.engine.digest import compare_digests
 from kvrdma.engine.links import Ask, PeerEngine
@@ -39,7 +39,7 @@ from kvrdma.handshake import Identity
 from kvrdma.plan import BlockSpan, TokenRange
 from kvrdma.reference import PullReference, groups_of, spans_of
 from kvrdma.sidechannel import Endpoint
-from kvrdma.testing import Fault
+from kvrdma.testing import FakeClock, Fault
 from kvrdma.transport import open_transport
 from tests.helpers.faulty_pair import MODEL, WORD, Scene, until
 from tests.helpers.tagged import SMALL, Side, TaggedCache, busy, done, failed
@@ -202,7 +202,12 @@ def test_secrets_that_differ(theirs: str | None, ours: str | None) -> None:
 
 
 def test_the_breaker_opens_and_pulls_fail_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=3.0, control_timeout_s=20.0)
+    config, clock = replace(SMALL, breaker_threshold=2, breaker_cooldown_s=3.0), FakeClock()
+
+    def on_that_clock(name: str, cooldown_s: float, threshold: int, window_s: float, _: object) -> CircuitBreaker:
+        return CircuitBreaker(name, cooldown_s, threshold, window_s, clock)
+
+    monkeypatch.setattr("kvrdma.engine.peers.CircuitBreaker", on_that_clock)
     with Side(MODEL, config=config) as producer, Side(MODEL, config=config) as consumer:
         rank, reference = consumer.ranks[0], producer.publish(1, [1], 4)
         with monkeypatch.context() as patch:
@@ -213,11 +218,12 @@ def test_the_breaker_opens_and_pulls_fail_at_once(monkeypatch: pytest.MonkeyPatc
             patch.setattr(rank.engine._peers, "_connect", unreachable)
             for number in range(2):
                 assert isinstance(failed(rank.pull(number, reference, [2])).reason, UnreachableError)
-        began_s = time.monotonic()
-        assert isinstance(failed(rank.pull(3, reference, [2])).reason, PeerUnavailableError)
-        assert time.monotonic() - began_s < 2.9  # and not after the 20 s that a handshake takes to fail
-        assert rank.engine.stats()["handshakes"] == 2
-        time.sleep(3.0)
+        clock.advance(2.9)
+        event = failed(rank.pull(3, reference, [2]))
+        assert isinstance(event.reason, PeerUnavailableError)
+        assert "failed repeatedly" in str(event.reason)
+        assert rank.engine.stats()["handshakes"] == 2, "the producer can be reached again, but it was not asked"
+        clock.advance(0.1)
         done(rank.pull(4, reference, [2]))  # the probe; it closes the breaker
         done(rank.pull(5, producer.publish(2, [3], 4), [4]))
 
