@@ -32,4 +32,6 @@ def test_readers() -> None:
     result = agent.readers(SMALL, "cma", 2, 3)
     assert result["reads"] == 6
     assert result["nbytes"] == 6 * agent.request_nbytes(SMALL)
-    assert float(str(result["store_cpu_ms"])) >= 0
+    cpu_ms, each_ms = (float(str(result[name])) for name in ("store_cpu_ms", "store_cpu_ms_per_read"))
+    assert cpu_ms > 0, "the store answers a lookup for every read"
+    assert each_ms == pytest.approx(cpu_ms / 6, abs=0.02)

@@ -49,8 +49,8 @@ def test_json_is_one_object_of_exactly_the_documented_shape() -> None:
     ]
     assert (report["transport"], report["one_sided"], report["device"]) == ("memory", True, "cpu")
     assert (report["ucx"], report["verified"]) == (None, True)
-    assert isinstance(report["connect_ms"], float)
-    assert isinstance(report["first_read_ms"], float)
+    assert report["connect_ms"] > 0
+    assert report["first_read_ms"] > 0
     assert len(report["cases"]) == 6
     for case in report["cases"]:
         assert list(case) == [

@@ -57,6 +57,7 @@ def _neighbours(processor: int) -> set[int]:
 def test_a_thread_leaves_its_processor_and_may_return() -> None:
     with PeerProcess() as process:
         found = process.call(_leave, ALLOWED[:2] * 5, set(ALLOWED))
+    assert len(found) == 5 * len(ALLOWED[:2])
     assert all(allowed == set(ALLOWED) for *_, allowed in found)
     expected = [bool(_neighbours(before) & set(ALLOWED) - {before}) for _, before, *_ in found]
     assert [moved for moved, *_ in found] == expected

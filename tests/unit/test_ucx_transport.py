@@ -132,17 +132,18 @@ def _wakeups_and_cpu_s() -> tuple[int, float]:
 
 
 def test_idle_threads_sleep() -> None:
-    """UCX's keepalive wakes each thread about once a second; how long a wake-up takes is the machine's affair."""
+    """UCX's keepalive wakes each thread about once a second. Rates: on a busy machine the two seconds are longer."""
     target, reader = _link()
     peer = reader.transport.connect(*at.exports(target))
     done(reader.read(peer, reader.rows([(0, 0, 0, PAGE)])))
     time.sleep(0.3)
-    before = _wakeups_and_cpu_s()
+    before, began_s = _wakeups_and_cpu_s(), time.monotonic()
     assert before[0] > 0
     time.sleep(2)
     wakeups, cpu_s = (now - then for now, then in zip(_wakeups_and_cpu_s(), before, strict=True))
-    assert wakeups < 40
-    assert cpu_s < 0.2
+    elapsed_s = time.monotonic() - began_s
+    assert wakeups < 20 * elapsed_s
+    assert cpu_s < 0.1 * elapsed_s, "a thread that does not sleep takes all of it, or its share"
     for transport in (reader.transport, target.transport):
         transport.close()
 
