@@ -9,6 +9,7 @@ import difflib
 import ipaddress
 import logging
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -19,6 +20,7 @@ from kvrdma.errors import ConfigError
 
 SECRET_MIN_CHARS = 16
 _PREFIX = "KVRDMA_"
+_HOST_AND_PORT = re.compile(r"(?:\[(?P<six>[^\]\s]*:[^\]\s]*)\]|(?P<host>[^:/\[\]\s]+)):(?P<port>[0-9]{1,5})")
 _log = logging.getLogger(__name__)
 
 
@@ -190,6 +192,23 @@ def _check_text(value: object) -> None:
         raise TypeError(f"{value!r} is not a text")
 
 
+def host_and_port(text: str) -> tuple[str, int]:
+    """Read ``HOST:PORT``; an IPv6 address is written in brackets, ``[::1]:7000``.
+
+    Raises:
+        ValueError: anything else; repeats it, but names no setting.
+    """
+    match = _HOST_AND_PORT.fullmatch(text)
+    if not match or int(match["port"]) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT with a port up to 65535 (IPv6 in brackets: [::1]:7000)")
+    return match["six"] or match["host"], int(match["port"])
+
+
+def _check_bind(value: object) -> None:
+    _check_text(value)
+    host_and_port(str(value))
+
+
 def _check_words(value: object) -> None:
     if not isinstance(value, tuple | list) or not all(isinstance(word, str) and word for word in value):
         raise ValueError(f"{value!r} is not a tuple of names")
@@ -223,7 +242,7 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
     "secret": _check_secret,
     "control_timeout_s": _check_seconds,
     "read_timeout_s": _check_seconds,
-    "bind": _check_text,
+    "bind": _check_bind,
     "advertise": _check_host,
     "insecure": _check_flag,
     "allow_peers": _check_peers,

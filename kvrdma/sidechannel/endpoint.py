@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 from dataclasses import dataclass
 
+from kvrdma.config import host_and_port
 from kvrdma.errors import ConfigError, UnreachableError
-
-_FORM = re.compile(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>\d{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +24,10 @@ class Endpoint:
         Raises:
             ConfigError: anything else.
         """
-        match = _FORM.fullmatch(text)
-        if not match or int(match["port"]) > 65535:
-            raise ConfigError(f"{text!r} is not HOST:PORT with a port up to 65535 (IPv6 in brackets: [::1]:7000)")
-        return cls(match["six"] or match["host"], int(match["port"]))
+        try:
+            return cls(*host_and_port(text))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

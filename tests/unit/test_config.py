@@ -48,6 +48,13 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"advertise": "10.0.0.1:7000"}, "advertise: '10.0.0.1:7000'"),
     ({"advertise": " "}, "advertise: ' ' is not a host"),
     ({"bind": 7000}, "bind: 7000 is not a text"),
+    ({"bind": "garbage"}, "bind: 'garbage' is not HOST:PORT with a port up to 65535"),
+    ({"bind": ""}, "bind: '' is not HOST:PORT"),
+    ({"bind": "127.0.0.1:65536"}, "bind: '127.0.0.1:65536' is not HOST:PORT"),
+    ({"bind": "::1:0"}, "bind: '::1:0' is not HOST:PORT"),
+    ({"bind": "[host]:0"}, "bind: '[host]:0' is not HOST:PORT"),
+    ({"bind": "tcp://host:0"}, "bind: 'tcp://host:0' is not HOST:PORT"),
+    ({"bind": " :0"}, "bind: ' :0' is not HOST:PORT"),
     ({"lease_s": -1}, "lease_s: -1 is not a number of seconds between 0 and 86400"),
     ({"lease_s": 1e9}, "lease_s: 1000000000.0"),  # consumers would refuse the references
     ({"pull_timeout_s": float("nan")}, "pull_timeout_s: nan"),
@@ -85,6 +92,8 @@ def test_a_value_that_cannot_be_used_names_its_field(given: dict[str, Any], says
         ("KVRDMA_TRANSPORTS", ","),
         ("KVRDMA_TRANSPORTS", "cma,ucx,cma"),
         ("KVRDMA_ADVERTISE", "[::1]:5"),
+        ("KVRDMA_BIND", "10.0.0.1"),
+        ("KVRDMA_BIND", "10.0.0.1:port"),
         ("KVRDMA_VERIFY", "yes"),
     ],
 )
@@ -96,6 +105,11 @@ def test_a_variable_that_cannot_be_used_is_named(name: str, text: str) -> None:
 def test_what_can_be_used() -> None:
     config = Config(advertise="fe80::1%eth0", allow_peers=["host", "10.0.0.0/8", "::1"], lease_s=1)  # type: ignore[arg-type]
     assert list(config.allow_peers) == ["host", "10.0.0.0/8", "::1"]
+
+
+@pytest.mark.parametrize("text", ["host:0", "0.0.0.0:65535", "[::1]:0", "[::]:7000", "[fe80::1%eth0]:5"])
+def test_where_an_engine_may_listen(text: str) -> None:
+    assert str(Endpoint.parse(Config(bind=text).bind)) == text
 
 
 def test_a_secret_is_not_shown() -> None:
