@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvrdma.config import host_and_port
 from kvrdma.errors import ConfigError
 from kvrdma.handshake import check_model
 from kvrdma.page_format import Kind
@@ -151,19 +152,26 @@ class ConnectorOptions:
             options = msgspec.convert(values, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"kv_connector_extra_config: {error}") from None
-        for name in ("send_timeout_s", "recv_timeout_s", "look_timeout_s"):
-            if not 0 < getattr(options, name) <= 86400:
-                raise ConfigError(
-                    f"kv_connector_extra_config: {name}={getattr(options, name)} is no time of 0 to 86400 s"
-                )
-        least = {"replicas": 1, "serve_bytes": 0, "store_block_tokens": 1, "states_bytes": 1}
-        for name, smallest in least.items():
-            value = getattr(options, name)
-            if value is not None and value < smallest:
-                raise ConfigError(f"kv_connector_extra_config: {name}={value} must be at least {smallest}")
+        _check_values(options)
         if not options.stores and not options.serve_bytes:
             raise ConfigError(
                 "kv_connector_extra_config: give stores=['HOST:PORT', ...] (started by `kvrdma store serve`), or "
                 "serve_bytes to be one"
             )
         return options
+
+
+def _check_values(options: ConnectorOptions) -> None:
+    """Refuse what its type allows, but nothing can be done with."""
+    try:
+        host_and_port(options.serve_bind)
+    except ValueError as error:
+        raise ConfigError(f"kv_connector_extra_config: serve_bind: {error}") from None
+    for name in ("send_timeout_s", "recv_timeout_s", "look_timeout_s"):
+        if not 0 < getattr(options, name) <= 86400:
+            raise ConfigError(f"kv_connector_extra_config: {name}={getattr(options, name)} is no time of 0 to 86400 s")
+    least = {"replicas": 1, "serve_bytes": 0, "store_block_tokens": 1, "states_bytes": 1}
+    for name, smallest in least.items():
+        value = getattr(options, name)
+        if value is not None and value < smallest:
+            raise ConfigError(f"kv_connector_extra_config: {name}={value} must be at least {smallest}")

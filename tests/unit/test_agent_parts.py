@@ -94,6 +94,7 @@ def test_an_agent_passes_through_to_the_connector_it_made(recorder: str) -> None
                 ({"serve_bytes": "1GiB"}, "got `str` - at `.*serve_bytes`"),
                 ({"serve_bytes": -1}, "serve_bytes=-1"),
                 ({"serve_bind": 5}, "serve_bind"),
+                ({"serve_bind": "host"}, "kv_connector_extra_config: serve_bind: 'host' is not HOST:PORT"),
                 ({"store_block_tokens": 0}, "store_block_tokens=0"),
                 ({"states": "no"}, "got `str` - at `.*states`"),  # which is true
                 ({"states_bytes": -5}, "states_bytes=-5"),
