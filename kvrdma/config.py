@@ -80,15 +80,26 @@ class Config:
         for name in unknown_settings(environ):
             _warn_unknown(name)
         values: dict[str, Any] = {}
-        for name, (key, parse) in VARIABLES.items():
+        for name, (key, _) in VARIABLES.items():
             text = environ.get(name, "")
             if text:
                 try:
-                    values[key] = parse(text)
-                    _CHECKS[key](values[key])
+                    values[key] = parse_setting(name, text)
                 except ValueError as error:
                     raise ConfigError(f"{name}: {error}") from None
         return cls(**values)
+
+
+def parse_setting(name: str, text: str) -> Any:  # noqa: ANN401 - what the field holds
+    """Read the text of a variable of ``VARIABLES``.
+
+    Raises:
+        ValueError: it is malformed or out of range; names no variable, for the text may have come from elsewhere.
+    """
+    field_name, parse = VARIABLES[name]
+    value = parse(text)
+    _CHECKS[field_name](value)
+    return value
 
 
 def unknown_settings(environ: Mapping[str, str]) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrdma.config import VARIABLES, Config
+from kvrdma.config import VARIABLES, Config, parse_setting
 from kvrdma.errors import ConfigError
 from kvrdma.sidechannel import Endpoint
 
@@ -17,6 +17,8 @@ _ENV_ONLY = {"secret"}
 """Would show in process lists and logs."""
 _NIXL_NAMES = {"kv_lease_duration": "lease_s", "engine_ttl": "peer_idle_s"}
 """NixlConnector's names for settings of ours."""
+_VARIABLES = {field: name for name, (field, _) in VARIABLES.items() if field not in _ENV_ONLY}
+"""Variable of each field that may be given here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +38,22 @@ class ConnectorOptions:
         """Merge the extra config over the environment.
 
         Raises:
-            ConfigError: a key is unknown, or a value malformed; names it.
+            ConfigError: a key is unknown, a value malformed, or two keys contradict each other; names them.
         """
-        fields = {field: name for name, (field, _) in VARIABLES.items() if field not in _ENV_ONLY}
         own = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
-        unknown = set(extra) - set(fields) - set(_NIXL_NAMES) - own
+        unknown = set(extra) - set(_VARIABLES) - set(_NIXL_NAMES) - own
         if unknown:
             raise ConfigError(
                 f"kv_connector_extra_config: unknown {sorted(unknown)}; known: "
-                f"{', '.join(sorted({*fields, *_NIXL_NAMES, *own}))}"
+                f"{', '.join(sorted({*_VARIABLES, *_NIXL_NAMES, *own}))}"
             )
-        merged = dict(os.environ if environ is None else environ)
-        for key, value in extra.items():
-            field = _NIXL_NAMES.get(key, key)
-            if field in fields:
-                merged[fields[field]] = _text(value)
+        given = _given(extra)
+        overruled = {_VARIABLES[field] for field in given}
+        rest = {n: text for n, text in (os.environ if environ is None else environ).items() if n not in overruled}
         return cls(
-            config=Config.from_env(merged),
+            config=replace(Config.from_env(rest), **{field: value for field, value in given.items() if value != ""}),
             bidirectional=_flag(extra, "bidirectional_kv_xfer"),
-            recompute_threshold=int(_number(extra, "kv_recompute_threshold", 64)),
+            recompute_threshold=_whole(extra, "kv_recompute_threshold", 64),
             decoder_lease_s=_number(extra, "decoder_kv_blocks_ttl", 480),
         )
 
@@ -75,8 +74,32 @@ class ConnectorOptions:
         return str(Endpoint(Endpoint.parse(self.config.bind).host, 0))
 
 
+def _given(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the values that are fields of ``Config``, ``""`` where the default is asked for."""
+    given: dict[str, Any] = {}
+    keys: dict[str, str] = {}
+    for key in extra:
+        field = _NIXL_NAMES.get(key, key)
+        if field not in _VARIABLES:
+            continue
+        text = _text(extra[key])
+        try:
+            value = parse_setting(_VARIABLES[field], text) if text else ""
+        except ValueError as error:
+            raise ConfigError(f"kv_connector_extra_config: {key}: {error}") from None
+        first = keys.setdefault(field, key)
+        if given.setdefault(field, value) != value:
+            raise ConfigError(
+                f"kv_connector_extra_config: {first}={extra[first]!r} and {key}={extra[key]!r} are two names of one "
+                "setting: give one of them"
+            )
+    return given
+
+
 def _text(value: object) -> str:
     """Write a JSON value the way the environment would hold it."""
+    if value is None:
+        return ""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -96,3 +119,10 @@ def _number(extra: Mapping[str, Any], key: str, default: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ConfigError(f"kv_connector_extra_config: {key}={value!r} is not a number from 0")
     return float(value)
+
+
+def _whole(extra: Mapping[str, Any], key: str, default: int) -> int:
+    value = _number(extra, key, default)
+    if not value.is_integer():
+        raise ConfigError(f"kv_connector_extra_config: {key}={value!r} is not a whole number")
+    return int(value)

@@ -47,7 +47,13 @@ def test_extra_config_wins_over_the_environment() -> None:
     [
         ({"lease": 3}, r"unknown \['lease'\]; known: .*lease_s"),
         ({"secret": "0123456789abcdef"}, "unknown"),
-        ({"lease_s": "soon"}, "KVRDMA_LEASE_S: 'soon' is not a number of seconds"),
+        ({"lease_s": "soon"}, "^kv_connector_extra_config: lease_s: 'soon' is not a number of seconds"),
+        ({"kv_lease_duration": -1}, r"^kv_connector_extra_config: kv_lease_duration: -1\.0 is not a number of seconds"),
+        ({"bind": 5600}, "^kv_connector_extra_config: bind: '5600' is not HOST:PORT"),
+        ({"fence_slots": 64.7}, r"^kv_connector_extra_config: fence_slots: '64\.7' is not a whole number"),
+        ({"lease_s": 45, "kv_lease_duration": 30}, "lease_s=45 and kv_lease_duration=30 are two names of one setting"),
+        ({"engine_ttl": 9, "peer_idle_s": ""}, "engine_ttl=9 and peer_idle_s='' are two names of one setting"),
+        ({"kv_recompute_threshold": 64.7}, r"kv_recompute_threshold=64\.7 is not a whole number"),
         ({"bidirectional_kv_xfer": "yes"}, "bidirectional_kv_xfer='yes' is not true or false"),
         ({"kv_recompute_threshold": -1}, "kv_recompute_threshold=-1 is not a number from 0"),
         ({"kv_recompute_threshold": float("nan")}, "kv_recompute_threshold=nan is not a number from 0"),
@@ -61,6 +67,30 @@ def test_a_wrong_setting_is_named(extra: dict[str, Any], message: str) -> None:
 
     with pytest.raises(ConfigError, match=message):
         ConnectorOptions.read(extra, {})
+
+
+def test_what_extra_config_may_hold() -> None:
+    from kvrdma.connector.options import ConnectorOptions
+
+    environ = {"KVRDMA_LEASE_S": "never", "KVRDMA_ALLOW_PEERS": "10.0.0.1", "KVRDMA_PEER_IDLE_S": "9"}
+    extra = {
+        "lease_s": 45,
+        "kv_lease_duration": "45.0",
+        "allow_peers": [],
+        "advertise": None,
+        "kv_recompute_threshold": 64.0,
+    }
+    options = ConnectorOptions.read(extra, environ)
+    assert (options.config.lease_s, options.config.peer_idle_s, options.recompute_threshold) == (45, 9, 64)
+    assert (options.config.allow_peers, options.config.advertise) == ((), None), "emptiness asks for the default"
+
+
+def test_a_variable_is_named_where_it_was_set() -> None:
+    from kvrdma.connector.options import ConnectorOptions
+    from kvrdma.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"^KVRDMA_LEASE_S: 'never' is not"):
+        ConnectorOptions.read({"fence_slots": 5}, {"KVRDMA_LEASE_S": "never"})
 
 
 def test_data_parallel_ranks_listen_side_by_side() -> None:
