@@ -43,6 +43,12 @@ class _Header(msgspec.Struct):
     tensors: list[tuple[str, str, tuple[int, ...]]]
     """Name, dtype, shape; their bytes follow in this order."""
 
+    @property
+    def kind(self) -> str:
+        """What the sender gave."""
+        given = "a tensor" if self.single else "tensors by name"
+        return f"{given} of a row per {'token' if self.per_token else 'prompt'}"
+
 
 def slice_states(states: Any, spans: Sequence[tuple[int, int]]) -> list[bytes]:  # noqa: ANN401 - torch
     """Cut the states of a batch into one piece of bytes per prompt.
@@ -106,17 +112,23 @@ def join_states(pieces: Sequence[bytes], device: Any) -> Any:  # noqa: ANN401 - 
 
     opened = [_unpack(piece) for piece in pieces]
     first = opened[0][0]
-    if any((each.single, each.per_token) != (first.single, first.per_token) for each, _ in opened):
-        raise MessageError("the states of the batch's prompts are of different kinds")
     names = [name for name, _, _ in first.tensors]
-    if any(list(tensors) != names for _, tensors in opened):
-        raise MessageError("the states of the batch's prompts have different names")
+    _check_alike("are of different kinds", [header.kind for header, _ in opened])
+    _check_alike("have different names", [str(list(tensors)) for _, tensors in opened])
     for name in names:
-        kinds = {(tensors[name].dtype, tensors[name].shape[1:]) for _, tensors in opened}
-        if len(kinds) > 1:
-            raise MessageError(f"the states {name!r} of the batch's prompts differ: {sorted(map(str, kinds))}")
+        kinds = [f"{tensors[name].dtype} {[*tensors[name].shape[1:]]} a row" for _, tensors in opened]
+        _check_alike(f"differ in {name!r}" if name else "differ", kinds)
     joined = {name: torch.cat([tensors[name] for _, tensors in opened]).to(device) for name in names}
     return joined[""] if first.single else IntermediateTensors(joined)
+
+
+def _check_alike(how: str, kinds: Sequence[str]) -> None:
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise MessageError(
+                f"the states of the batch's prompts {how}: prompt 0 {kinds[0]}, prompt {number} {kind}; put prompts "
+                "into one batch whose senders gave states of one kind"
+            )
 
 
 def _unpack(piece: bytes) -> tuple[_Header, dict[str, Any]]:

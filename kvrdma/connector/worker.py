@@ -17,6 +17,7 @@ from kvrdma.connector.metrics import GAUGES, KvRdmaStats
 from kvrdma.connector.staging import HostStaging
 from kvrdma.engine import Ended, Engine, Event, PullDone, PullFailed
 from kvrdma.errors import (
+    ConfigError,
     ControlError,
     IncompatibleError,
     KVRDMAError,
@@ -71,7 +72,7 @@ class WorkerSide:
     def engine(self) -> Engine:
         """The engine on the registered caches."""
         if self._engine is None:
-            raise ValueError("no caches are registered: register_kv_caches was not called")
+            raise ConfigError("no caches are registered: call register_kv_caches first, after sleep restore_kv_caches")
         return self._engine
 
     # Caches

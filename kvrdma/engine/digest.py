@@ -62,8 +62,12 @@ def answer_digests(layout: KVLayout, rows: bytes) -> RowDigests:
         raise MessageError(f"{len(rows)} bytes of rows: need {_ROW_NBYTES} each")
     places: list[tuple[int, int]] = []
     for region, offset, length in np.frombuffer(rows, "<u8").reshape(-1, 3).tolist():
-        if region >= len(layout.regions) or offset + length > layout.regions[region].nbytes:
-            raise MessageError(f"no bytes {offset} to {offset + length} of region {region}")
+        nbytes = layout.regions[region].nbytes if region < len(layout.regions) else 0
+        if offset + length > nbytes:
+            raise MessageError(
+                f"no bytes {offset} to {offset + length} of region {region}, which has {nbytes}, of "
+                f"{len(layout.regions)} regions: another layout than this rank's was read; use the same kvrdma on both"
+            )
         places.append((layout.regions[region].addr + offset, length))
     return RowDigests(digests_of(iter(places)).astype("<u4").tobytes())
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvrdma.errors import ConfigError
 from tests.helpers.pd import PREFILL, decode, prefill, prompt_of, shape
 from tests.helpers.ports import fixed_port
 
@@ -214,6 +215,8 @@ def test_sleep_lets_caches_go_and_waking_serves_again(engines: Make) -> None:
     p.step()
     for rank in p.ranks:
         rank.connector.unregister_kv_caches()
+        with pytest.raises(ConfigError, match=r"no caches are registered: .* after sleep restore_kv_caches"):
+            rank.connector.get_handshake_metadata()
     p.paused = True
     run(p, until=lambda: p.blocks_in_use() == 0)  # nobody can read them any more
     p.paused = False

@@ -16,7 +16,7 @@ import pytest
 
 from kvrdma.breaker import CircuitBreaker
 from kvrdma.engine import Engine
-from kvrdma.engine.digest import compare_digests
+from kvrdma.engine.digest import answer_digests, compare_digests
 from kvrdma.engine.links import Ask, PeerEngine
 from kvrdma.engine.pull import Pull
 from kvrdma.errors import (
@@ -299,6 +299,15 @@ def test_a_follower_without_its_leader_leaves_nothing_behind() -> None:
             leader=Endpoint("127.0.0.1", 1),
         )
     until(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize(("region", "start", "has"), [(0, 32760, 32768), (1, 0, 0), (1 << 40, 0, 0)])
+def test_digests_of_bytes_that_are_not_there_are_refused(scene: Scene, region: int, start: int, has: int) -> None:
+    layout = scene.sender.engine.layout
+    assert [each.nbytes for each in layout.regions] == [32768]
+    says = f"no bytes {start} to {start + 64} of region {region}, which has {has}, of 1 regions"
+    with pytest.raises(MessageError, match=says):
+        answer_digests(layout, np.array([region, start, 64], "<u8").tobytes())
 
 
 @pytest.mark.parametrize("ended", [False, True])
