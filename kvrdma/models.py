@@ -6,6 +6,7 @@ From the models' published configurations. Sliding-window layers are counted as 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from kvrdma.errors import ConfigError, TopologyError
@@ -63,6 +64,16 @@ MODELS = {
     "gpt-oss-120b": KVShape(layers=36, kv_heads=8, head_dim=64),
     "deepseek-v3": KVShape(layers=61, kv_heads=1, head_dim=576, mla=True),
 }
+
+
+def stages(layers: int, pp: int) -> list[range]:
+    """Share layers out to pipeline stages as vLLM does by default (``get_pp_indices``).
+
+    What is left over goes to the stages before the last one, one layer each: the last has the output to compute.
+    """
+    each, left = divmod(layers, pp)
+    bounds = [0, *itertools.accumulate(each + (0 < pp - 1 - stage <= left) for stage in range(pp))]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def model_shape(name: str) -> KVShape:

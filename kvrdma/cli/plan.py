@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import click
-import numpy as np
 
 from kvrdma.cli.exits import JsonCommand, run
 from kvrdma.cli.plan_report import as_json, print_plan
+from kvrdma.models import stages
 from kvrdma.plan.planner import TokenRange
 from kvrdma.plan.report import Link, Pair, report_pair
 from kvrdma.plan.sketch import CacheSketch, SketchFormat
@@ -179,5 +179,5 @@ def _engine(options: Options, side: str, names: tuple[str, ...]) -> EngineShape:
     for is_wrong, text in wrong:
         if is_wrong:
             raise click.UsageError(f"{_SIDES[side]}: {text}")
-    stages = tuple(tuple(part.tolist()) for part in np.array_split(np.array(names), pp)) if pp > 1 else ()
-    return EngineShape(tp, options["kv_heads"], dcp, interleave, options["mla"], stages=stages)
+    parts = tuple(tuple(names[layer] for layer in part) for part in stages(len(names), pp)) if pp > 1 else ()
+    return EngineShape(tp, options["kv_heads"], dcp, interleave, options["mla"], stages=parts)

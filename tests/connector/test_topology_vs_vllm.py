@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from kvrdma.models import stages
 from kvrdma.topology import (
     EngineShape,
     EngineTransferInfo,
@@ -122,3 +123,13 @@ def test_consumers_are_as_many_as_vllm_counts(theirs: ModuleType) -> None:
             _, other = pair(theirs, 0, tp, 1, dcp, mla=True)
             counts = {len(consumers_of(producer, rank, consumer)) for rank in producer.all_ranks()} - {0}
             assert counts == {other.dcp_consumer_count(remote_tp, remote_dcp)}, (consumer, producer)
+
+
+def test_pipeline_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    monkeypatch.delenv("VLLM_PP_LAYER_PARTITION", raising=False)
+    for layers in range(1, 100):
+        for pp in range(1, min(layers, 16) + 1):
+            mine = [(part.start, part.stop) for part in stages(layers, pp)]
+            assert mine == [get_pp_indices(layers, stage, pp) for stage in range(pp)], (layers, pp)

@@ -75,6 +75,13 @@ def test_pipeline_stages_and_mla() -> None:
     assert sources == [[(0, 3 * 16 * 1152), (1, 2 * 16 * 1152)]] * 2
 
 
+def test_layers_that_do_not_divide_are_shared_out_as_by_vllm() -> None:
+    """10 layers on 4 stages: 2, 3, 3, 2."""
+    found = as_json("--p-pp", "4", "--layers", "10", "--kv-heads", "1", "--head-dim", "64", "--tokens", "16")
+    (rank,) = found["ranks"]
+    assert [s["nbytes"] // (16 * 256) for s in rank["sources"]] == [2, 3, 3, 2]
+
+
 def test_picture_colours_heads_by_source() -> None:
     result = run("--p-tp", "2", "--kv-heads", "2", "--tokens", "64")
     assert result.exit_code == 0, result.output

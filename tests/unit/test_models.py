@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrdma.errors import ConfigError, TopologyError
-from kvrdma.models import MODELS, KVShape, model_shape
+from kvrdma.models import MODELS, KVShape, model_shape, stages
 
 TABLE = [  # model, tp, bytes per token and rank, MiB of 8192 tokens, rows of a page each (blocks of 16 tokens)
     ("llama-3.1-8b", 1, 131072, 1024, 16384),
@@ -61,3 +61,22 @@ def test_an_unknown_model_and_a_wrong_shape_are_refused() -> None:
         KVShape(layers=0, kv_heads=1, head_dim=1)
     with pytest.raises(ConfigError, match="'int3' is unknown"):
         KVShape(1, 1, 1, dtype="int3")
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "sizes"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (11, 4, [3, 3, 3, 2]),
+        (9, 4, [2, 2, 3, 2]),
+        (5, 2, [3, 2]),
+        (61, 8, [7, 7, 8, 8, 8, 8, 8, 7]),
+        (3, 1, [3]),
+        (2, 2, [1, 1]),
+    ],
+)
+def test_layers_of_pipeline_stages(layers: int, pp: int, sizes: list[int]) -> None:
+    """As vLLM shares them out by default; `tests/connector/test_topology_vs_vllm.py` asks it."""
+    assert [len(part) for part in stages(layers, pp)] == sizes
+    assert [layer for part in stages(layers, pp) for layer in part] == list(range(layers))

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvrdma.bench.cluster.scenario import Group, Scenario, layer_name, stages
+from kvrdma.bench.cluster.scenario import Group, Scenario, layer_name
 from kvrdma.bench.patterns import POISON
 from kvrdma.bench.room import check_pool
-from kvrdma.models import DTYPE_BYTES
+from kvrdma.models import DTYPE_BYTES, stages
 from kvrdma.page_format import LayerSpec
 from kvrdma.topology import RankId
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvrdma.errors import ConfigError
-from kvrdma.models import DTYPE_BYTES, KVShape, model_shape
+from kvrdma.models import DTYPE_BYTES, KVShape, model_shape, stages
 from kvrdma.topology import EngineShape
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
@@ -176,12 +176,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def layer_name(layer: int) -> str:
     """Name a layer as vLLM does."""
     return f"model.layers.{layer}.self_attn.attn"
-
-
-def stages(layers: int, pp: int) -> list[range]:
-    """Share layers out to pipeline stages, the first ones getting one more where they do not divide."""
-    bounds = [stage * layers // pp for stage in range(pp + 1)]
-    return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
 def load_scenario(path: Path) -> Scenario:
