@@ -76,15 +76,17 @@ def stages(layers: int, pp: int) -> list[range]:
     return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
 
-def model_shape(name: str) -> KVShape:
+def model_shape(name: str, otherwise: str = "give --layers --kv-heads --head-dim") -> KVShape:
     """Look a model up by name, in any case and with or without its maker's prefix.
+
+    Args:
+        name: of the model.
+        otherwise: what to do about one that is not in the table.
 
     Raises:
         ConfigError: not in the table; lists it.
     """
     key = name.rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-a22b")
     if key not in MODELS:
-        raise ConfigError(
-            f"model {name!r} is not in the table ({', '.join(MODELS)}): give --layers --kv-heads --head-dim"
-        )
+        raise ConfigError(f"model {name!r} is not in the table ({', '.join(MODELS)}): {otherwise}")
     return MODELS[key]

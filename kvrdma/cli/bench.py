@@ -34,6 +34,44 @@ Processes become ranks in order: producers first, engine by engine, then consume
 hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report.
 
 \b
+A scenario, with every key and its default; --set names them producer.tp, prompt.kind:
+  model = "llama-3.1-8b"  # or another name that link-test takes as --model, or a table (without dtype, mla: these):
+  # model = { layers = 32, kv_heads = 8, head_dim = 128, dtype = "bfloat16", mla = false }
+  requests = 64
+  fragmentation = 1.0     # share of the blocks that lie at random; 0: all consecutive
+  transports = []         # best first; none: KVRDMA_TRANSPORTS, or all that work
+  seed = 1                # of lengths, arrivals, failures and block numbers
+  timeout_s = 60.0        # of one pull; all waits derive from it
+  verify = true           # compare every byte
+  [producer]              # and [consumer], alike
+  engines = 1
+  tp = 1
+  dcp = 1                 # decode context parallel, within tp
+  pp = 1
+  interleave = 1          # successive tokens on one rank of dcp
+  block = 16              # tokens
+  layout = "HND"          # or NHD
+  [prompt]
+  kind = "fixed"          # or uniform, lognormal
+  tokens = 8192           # fixed: the length; lognormal: the mean
+  least = 1               # uniform, lognormal: bounds
+  most = 131072
+  sigma = 0.5             # lognormal: of the logarithm
+  [arrival]
+  kind = "closed"         # concurrency requests always under way; or poisson: at most so many
+  concurrency = 4         # per consumer engine
+  rate = 10.0             # poisson: requests a second, over all engines
+  [failures]              # shares of the requests
+  withdraw = 0.0          # the producer takes it back while it is read, and overwrites it
+  abort = 0.0             # the consumer gives up at once
+  unreachable = 0.0       # nobody listens where the reference points
+  restart = false         # not a share: the first producer engine is closed and opened anew
+  [rivals]                # Python of an environment that has the library; empty: without
+  nixl = ""
+  mooncake = ""
+  rounds = 5              # reads of the same rows, each
+
+\b
 Exit codes:
   0    every byte was right, and nothing failed that the scenario did not provoke
   1    pulls failed that the scenario did not provoke, or another error

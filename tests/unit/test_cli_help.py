@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from kvrdma import errors
+from kvrdma.bench.cluster.scenario import Scenario, Shape, make_scenario
 from kvrdma.cli import main
 from kvrdma.cli.exits import EXIT_CODES, INTERRUPTED, NOBODY_READS, OUTPUT_LOST
 from kvrdma.config import VARIABLES
@@ -60,6 +64,19 @@ def test_help_has_the_exit_codes(name: str) -> None:
     assert codes == sorted(codes)
     assert set(codes) >= {OUTPUT_LOST, INTERRUPTED, NOBODY_READS}
     assert set(codes) <= {0, OUTPUT_LOST, INTERRUPTED, NOBODY_READS, *(code for _, code in EXIT_CODES)}
+
+
+def test_help_of_bench_is_a_scenario_of_every_key_and_its_default() -> None:
+    shown = CliRunner().invoke(main, ["bench", "--help"]).output
+    text = shown.partition("A scenario, with every key")[2].partition("Exit codes:")[0].partition("\n")[2]
+    values = tomllib.loads(text)
+    everything = json.loads(msgspec.json.encode(Scenario()))
+    assert values | {"consumer": values["producer"]} == everything
+    table = tomllib.loads(text.replace("# model = {", "[own]\nmodel = {"))["own"]["model"]
+    assert set(table) == set(Shape.__struct_fields__)
+    own = make_scenario({"model": table}, "of the help")
+    named = make_scenario({"model": values["model"]}, "of the help")
+    assert own.kv == named.kv
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

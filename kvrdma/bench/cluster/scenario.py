@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
+import msgspec.inspect as types
 import numpy as np
 
 from kvrdma.errors import ConfigError
@@ -122,7 +124,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ConfigError: it is not in the table.
         """
         if isinstance(self.model, str):
-            return model_shape(self.model)
+            return model_shape(self.model, "give a table: model = { layers = ..., kv_heads = ..., head_dim = ... }")
         shape = self.model
         return KVShape(shape.layers, shape.kv_heads, shape.head_dim, shape.dtype, shape.mla)
 
@@ -200,7 +202,7 @@ def make_scenario(values: object, where: str) -> Scenario:
     try:
         scenario = msgspec.convert(values, Scenario)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"scenario {where}: {error}") from None
+        raise ConfigError(f"scenario {where}: {_explained(values, error)}") from None
     kv = scenario.kv
     for name, group in (("producer", scenario.producer), ("consumer", scenario.consumer)):
         if group.pp > kv.layers:
@@ -213,8 +215,32 @@ def make_scenario(values: object, where: str) -> Scenario:
     prompt, failures = scenario.prompt, scenario.failures
     if prompt.least > prompt.most:
         raise ConfigError(f"scenario {where}: prompt.least {prompt.least} exceeds prompt.most {prompt.most}")
-    if failures.withdraw + failures.abort + failures.unreachable > 1:
-        raise ConfigError(f"scenario {where}: the shares of failures add up to more than 1")
+    shares = failures.withdraw + failures.abort + failures.unreachable
+    if shares > 1:
+        raise ConfigError(
+            f"scenario {where}: failures.withdraw {failures.withdraw}, abort {failures.abort} and unreachable "
+            f"{failures.unreachable} add up to {shares}: they are shares of the requests, use at most 1 in all"
+        )
     if (kv.head_dim * DTYPE_BYTES[kv.dtype]) % 8:
         raise ConfigError(f"scenario {where}: head_dim {kv.head_dim} of {kv.dtype} is not a multiple of 8 bytes")
     return scenario
+
+
+def _explained(values: Any, error: msgspec.ValidationError) -> str:  # noqa: ANN401 - as TOML has them
+    """Say what msgspec found, with the value, and what there might be instead."""
+    what, _, path = str(error).partition(" - at `$.")
+    place = re.sub(r"[\[`].*", "", path)
+    kind: types.Type = types.type_info(Scenario)
+    for name in filter(None, place.split(".")):
+        kind = next(field.type for field in _fields(kind) if field.name == name)
+        values = values[name]
+    if " field `" in what:
+        return f"{place}{': ' if place else ''}{what}; known: {', '.join(field.name for field in _fields(kind))}"
+    if isinstance(kind, types.LiteralType):
+        return f"{place} {values!r} is unknown: use {' or '.join(map(str, kind.values))}"
+    return f"{place} {values!r}: {what}"
+
+
+def _fields(kind: types.Type) -> tuple[types.Field, ...]:
+    kinds = kind.types if isinstance(kind, types.UnionType) else (kind,)
+    return next((each.fields for each in kinds if isinstance(each, types.StructType)), ())
