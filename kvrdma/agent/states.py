@@ -1,12 +1,16 @@
 """Hidden and intermediate states of a prompt: tensors to bytes and back, and their way through the stores.
 
-The states of a prompt travel like KV: as pages of a cache of their own, 64 KiB each, named after the prompt.
+The states of a prompt travel like KV: as pages of a cache of their own, 64 KiB each. Two senders may compute other
+bits for the same prompt, and a store may have given up any page. So only the first page, the head, is named after the
+prompt; it holds the BLAKE3 digest of the whole, after which the other pages are named. Whoever gets something gets all
+bytes of one version, or nothing; senders of equal bits share pages.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +23,17 @@ from kvrdma.errors import MessageError, PlanError
 from kvrdma.handshake import Identity
 from kvrdma.page_format import LayerSpec
 from kvrdma.store import Prompt, StorePort, Stores
-from kvrdma.store.keys import PrefixKeys, derived_keys
+from kvrdma.store.keys import KEY_NBYTES, MAX_BLOCKS, PrefixKeys, derived_keys, new_hasher
 from kvrdma.topology import EngineShape
 
 PAGE_ROWS, PAGE_COLS = 64, 1024
 PAGE_NBYTES = PAGE_ROWS * PAGE_COLS
-_LENGTHS = struct.Struct("<QQ")
-"""Of the header, and of everything."""
-_PURPOSE = b"states"
+_LENGTH = struct.Struct("<Q")
+"""Of the header."""
+_HEAD = struct.Struct(f"<Q{KEY_NBYTES}s")
+"""In front of a version: how many bytes follow, and their digest."""
+_PLACES = 4
+"""For heads of a prompt: the first is taken again only after its head has gone, also if pages of that version have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +102,7 @@ def _pack(named: Mapping[str, Any], single: bool, per_token: bool) -> bytes:  # 
     described = [(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in plain.items()]
     header = msgspec.msgpack.encode(_Header(single, per_token, described))
     content = [each.view(-1).view(torch.uint8).numpy().tobytes() for each in plain.values()]
-    total = _LENGTHS.size + len(header) + sum(map(len, content))
-    return b"".join([_LENGTHS.pack(len(header), total), header, *content])
+    return b"".join([_LENGTH.pack(len(header)), header, *content])
 
 
 def join_states(pieces: Sequence[bytes], device: Any) -> Any:  # noqa: ANN401 - torch
@@ -135,9 +141,9 @@ def _unpack(piece: bytes) -> tuple[_Header, dict[str, Any]]:
     import torch
 
     try:
-        length, _ = _LENGTHS.unpack_from(piece)
-        offset = _LENGTHS.size + length
-        header = msgspec.msgpack.decode(piece[_LENGTHS.size : offset], type=_Header)
+        (length,) = _LENGTH.unpack_from(piece)
+        offset = _LENGTH.size + length
+        header = msgspec.msgpack.decode(piece[_LENGTH.size : offset], type=_Header)
         tensors = {}
         for name, dtype, shape in header.tensors:
             kind = getattr(torch, dtype, None)
@@ -165,38 +171,103 @@ class StatesPort:
         self._pages = max(1, nbytes // PAGE_NBYTES)
         self._pool = np.zeros((self._pages, PAGE_ROWS, PAGE_COLS), np.uint8)
         spec = LayerSpec((0, 1), 1, PAGE_ROWS, kind="mla", dims="BNC")
-        identity = Identity(name, EngineShape(1, 1, is_mla=True), model={"kvrdma": "states 1"})
+        identity = Identity(name, EngineShape(1, 1, is_mla=True), model={"kvrdma": "states 2"})
         self.engine = Engine({"states": self._pool}, spec, identity, config)
         self._port = StorePort(self.engine, stores, PAGE_ROWS)
 
     def put(self, pieces: Sequence[tuple[bytes, bytes]], timeout_s: float) -> list[bool]:
-        """Offer ``(key of the prompt, bytes)`` each; what does not fit the pool is not offered."""
+        """Offer ``(key of the prompt, bytes)`` each, unless a version is there already.
+
+        Returns:
+            For each whether the stores have a version; what does not fit the pool is not offered.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        places = [self._place(parent, deadline_s) for parent, _ in pieces]  # before the pool is filled
         prompts: list[Prompt] = []
-        fits = []
+        offers: list[list[int]] = []
         used = 0
-        for parent, content in pieces:
-            pages = -(-len(content) // PAGE_NBYTES)
-            fits.append(used + pages <= self._pages)
-            if fits[-1]:
-                flat = self._pool[used : used + pages].reshape(-1)
-                flat[: len(content)] = np.frombuffer(content, np.uint8)
-                prompts.append(Prompt(self._keys(parent, pages), range(used, used + pages)))
-                used += pages
-        stored = iter(self._port.put(prompts, timeout_s))
-        return [fit and next(stored) for fit in fits]
+        for (head, _), (_, content) in zip(places, pieces, strict=True):
+            pages = _pages_of(len(content))
+            offers.append([])
+            if head is None or used + pages > self._pages:
+                continue
+            for offer in self._write(head, content, range(used, used + pages)):
+                offers[-1].append(len(prompts))
+                prompts.append(offer)
+            used += pages
+        stored = self._port.put(prompts, _left_s(deadline_s))
+        return [
+            there or (bool(own) and all(stored[number] for number in own))
+            for (_, there), own in zip(places, offers, strict=True)
+        ]
+
+    def _write(self, head: PrefixKeys, content: bytes, pages: range) -> Iterator[Prompt]:
+        """Put a version into pages of the pool; gives what to offer.
+
+        The head first: a store gives up what was used longest ago, and a head that has gone leaves its place to another
+        version, while one that stays without its pages takes it up.
+        """
+        digest = new_hasher()(content).digest()
+        whole = _HEAD.pack(len(content), digest) + content
+        self._pool[pages.start : pages.stop].reshape(-1)[: len(whole)] = np.frombuffer(whole, np.uint8)
+        yield Prompt(head, pages[:1])
+        if len(pages) > 1:
+            yield Prompt(self._others(digest, len(pages)), pages[1:])
 
     def get(self, parent: bytes, timeout_s: float) -> bytes | None:
-        """Fetch the bytes of the prompt with that key; None where they are not there as a whole."""
-        prompt = Prompt(self._keys(parent, self._pages), range(self._pages))
-        (tokens,) = self._port.get([prompt], timeout_s)
-        content = self._pool.reshape(-1)[: tokens * PAGE_COLS].tobytes()
-        nbytes = _LENGTHS.unpack_from(content)[1] if content else 0
-        return content[:nbytes] if 0 < nbytes <= len(content) else None
+        """Fetch the bytes of the prompt with that key; None where no version is there as a whole."""
+        deadline_s = time.monotonic() + timeout_s
+        for head in self._heads(parent):
+            found = self._version(head, deadline_s)
+            if found is None:
+                return None
+            nbytes, digest = found
+            pages = _pages_of(nbytes)
+            if pages <= self._pages and self._fetch(self._others(digest, pages), range(1, pages), deadline_s):
+                return self._pool.reshape(-1)[_HEAD.size : _HEAD.size + nbytes].tobytes()
+        return None
 
-    def _keys(self, parent: bytes, pages: int) -> PrefixKeys:
-        keys = derived_keys(self._port.fingerprint + parent, _PURPOSE, pages)
-        return PrefixKeys(keys, pages * PAGE_ROWS, PAGE_ROWS)
+    def _place(self, parent: bytes, deadline_s: float) -> tuple[PrefixKeys | None, bool]:
+        """Find a place for the head of a prompt, if there is one; says whether a version is there as a whole."""
+        for head in self._heads(parent):
+            found = self._version(head, deadline_s)
+            if found is None:
+                return head, False
+            pages = _pages_of(found[0])
+            if pages <= MAX_BLOCKS:  # else it is none of ours
+                others = self._others(found[1], pages)
+                if pages == 1 or self._port.look([others], _left_s(deadline_s)) == [others.num_tokens]:
+                    return None, True
+        return None, False
+
+    def _version(self, head: PrefixKeys, deadline_s: float) -> tuple[int, bytes] | None:
+        """Fetch a head into the first page of the pool; gives what it says of its version."""
+        if not self._fetch(head, range(1), deadline_s):
+            return None
+        nbytes, digest = _HEAD.unpack_from(self._pool[0])
+        return nbytes, digest
+
+    def _fetch(self, keys: PrefixKeys, pages: range, deadline_s: float) -> bool:
+        """Fetch pages; says whether all of them came."""
+        return not pages or self._port.get([Prompt(keys, pages)], _left_s(deadline_s)) == [keys.num_tokens]
+
+    def _heads(self, parent: bytes) -> list[PrefixKeys]:
+        keys = derived_keys(self._port.fingerprint + parent, b"states", _PLACES)
+        return [PrefixKeys((key,), PAGE_ROWS, PAGE_ROWS) for key in keys]
+
+    def _others(self, digest: bytes, pages: int) -> PrefixKeys:
+        """Name the pages of a version after its head."""
+        keys = derived_keys(self._port.fingerprint + digest, b"pages of states", pages - 1)
+        return PrefixKeys(keys, (pages - 1) * PAGE_ROWS, PAGE_ROWS)
 
     def close(self) -> None:
         """Close its engine. Idempotent."""
         self.engine.close()
+
+
+def _pages_of(nbytes: int) -> int:
+    return -(-(_HEAD.size + nbytes) // PAGE_NBYTES)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(0.0, deadline_s - time.monotonic())
