@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import math
 import re
-import urllib.error
+import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OURS = "vllm:kvrdma_"
 _TIMEOUT_S = 10.0
+"""For the whole answer: a server may send byte by byte."""
 _MAX_NBYTES = 32 << 20
+_MAX_SAID = 300
 _OLD_LEASE_S = 600.0
 
 
@@ -46,22 +50,47 @@ class Samples:
 
 def _value(text: str) -> float:
     try:
-        return float(text)
+        value = float(text)
     except ValueError:
         return 0.0
+    return value if math.isfinite(value) else 0.0
 
 
-def examine_server(url: str) -> list[Finding]:
-    """Fetch ``/metrics`` from a vLLM server and read it."""
+def examine_server(url: str, timeout_s: float = _TIMEOUT_S) -> list[Finding]:
+    """Fetch ``/metrics`` from a vLLM server and read it. Whatever is there instead becomes a finding."""
     address = url if url.rstrip("/").endswith("/metrics") else f"{url.rstrip('/')}/metrics"
     if not address.startswith(("http://", "https://")):
         return [red("metrics", f"{url!r} is no http URL", "nothing can be read", "give http://HOST:PORT")]
-    try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:  # noqa: S310 - http only, see above
-            text = answer.read(_MAX_NBYTES).decode(errors="replace")
-    except (urllib.error.URLError, OSError) as error:
-        return [red("metrics", f"{address}: {error}", "nothing can be read", "is the server up, and is this its port?")]
-    return read_metrics(text)
+    got = _fetch(address, timeout_s)
+    if isinstance(got, str):
+        return read_metrics(got)
+    kind = f"{type(got).__name__}: " if isinstance(got, http.client.HTTPException) else ""
+    text = f"{address}: {kind}{got}"[:_MAX_SAID]
+    text = "".join(letter if letter.isprintable() else "?" for letter in text)
+    return [red("metrics", text, "nothing can be read", "is the server up, and is this its port?")]
+
+
+def _fetch(address: str, timeout_s: float) -> str | Exception:
+    """Give the text at an address, or why there is none."""
+    got: list[str | Exception] = []
+
+    def fetch() -> None:
+        try:
+            with urllib.request.urlopen(address, timeout=timeout_s) as answer:  # noqa: S310 - http only
+                content = answer.read(_MAX_NBYTES + 1)
+                if answer.length and len(content) <= _MAX_NBYTES:
+                    raise http.client.IncompleteRead(content, answer.length)
+        except (OSError, ValueError, http.client.HTTPException) as error:  # not HTTP, half of it, no address at all
+            got.append(error)
+        else:
+            large = ValueError(f"more than {_MAX_NBYTES >> 20} MiB: these are no metrics")
+            got.append(large if len(content) > _MAX_NBYTES else content.decode(errors="replace"))
+
+    # The time-out of a socket begins anew with every byte, so another thread waits, and is left to the process's end.
+    thread = threading.Thread(target=fetch, name="kvrdma-metrics", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return got[0] if got else TimeoutError(f"no whole answer within {timeout_s:g} s")
 
 
 def read_metrics(text: str) -> list[Finding]:

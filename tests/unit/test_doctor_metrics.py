@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
@@ -121,3 +124,67 @@ def test_metrics_are_fetched_and_silence_is_red() -> None:
     (finding,) = examine_server(url)
     assert finding.level == "red"
     assert examine_server("file:///etc/passwd")[0].level == "red"
+
+
+def drip(line: socket.socket, head: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> None:
+    line.sendall(head)
+    while True:
+        line.sendall(b"v")
+        time.sleep(0.05)
+
+
+def flood(line: socket.socket) -> None:
+    line.sendall(OK)
+    while True:
+        line.sendall(b"vllm_x 1\n" * 100_000)
+
+
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+SERVERS: dict[str, tuple[Callable[[socket.socket], None], float, str]] = {
+    "drips": (drip, 0.5, "no whole answer within 0.5 s"),
+    "drips its head": (lambda line: drip(line, b"HTTP/1.1 200 OK\r\nX: "), 0.5, "no whole answer within"),
+    "never ends": (flood, 60.0, "more than 32 MiB"),
+    "is none": (lambda line: line.sendall(b"\0\xff" * 1000 + b"\n"), 10.0, "BadStatusLine: ?ÿ?"),
+    "greets": (lambda line: line.sendall(b"SSH-2.0-x\r\n"), 10.0, "BadStatusLine: SSH-2.0-x"),
+    "says too much": (lambda line: line.sendall(OK[:-2] + b"X: y\r\n" * 1000), 10.0, "got more than 100 headers"),
+    "stops half-way": (lambda line: line.sendall(OK[:-2] + b"Content-Length: 99\r\n\r\nab"), 10.0, "2 bytes read"),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_server_that_is_none_is_red_in_time(name: str) -> None:
+    answer, timeout_s, says = SERVERS[name]
+
+    def serve() -> None:
+        line, _ = listener.accept()
+        with line:
+            try:
+                line.recv(1000)
+                answer(line)
+            except OSError:
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        began_s = time.monotonic()
+        (finding,) = examine_server(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s)
+        assert time.monotonic() - began_s < timeout_s + 5.0
+    assert finding.level == "red"
+    assert says in finding.found
+    assert finding.found.isprintable()
+
+
+@pytest.mark.parametrize(
+    "url", ["http://[::1", "http://a b/", "http://", "http://h:x", "http://\udcff", "https://", ""]
+)
+def test_an_address_that_is_none_is_red(url: str) -> None:
+    (finding,) = examine_server(url)
+    assert finding.level == "red"
+    assert finding.found.isprintable()
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e400", "-"])
+def test_numbers_that_are_none_count_nothing(value: str) -> None:
+    assert levels(FAILED.replace("3.0", value))["transfers"] == "red"
+    assert one(FAILED.replace("3.0", value), "failed pulls").found == "0 PullTimeoutError from p0:1"
