@@ -8,9 +8,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
 from kvrdma.engine.shape import Limits
-from kvrdma.errors import ConfigError, LayoutError, PlanError
+from kvrdma.errors import ConfigError, LayoutError, LeaseError, PlanError
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, TokenRange
+
+_MAX_TOKENS = 1 << 53
+_MAX_FIRST = 1 << 31
+_MAX_GROUPS = 256
+"""What a reference takes, see ``kvrdma.reference``."""
+_MAX_CONSUMERS = 1 << 14
+"""As many readers as a lease remembers."""
 
 
 def check_caches(caches: object, specs: object) -> None:
@@ -36,6 +43,7 @@ def check_published(
     blocks: Sequence[Sequence[int]],
     num_tokens: int,
     first_blocks: Sequence[int] = (),
+    consumers: int = 1,
 ) -> None:
     """Refuse a publication of blocks that this rank does not have, or of more tokens than its blocks hold.
 
@@ -43,22 +51,52 @@ def check_published(
 
     Raises:
         PlanError: names the group, the block and the blocks there are.
+        LeaseError: no lease waits for so many consumers.
     """
-    if num_tokens < 0:
-        raise PlanError(f"request {request_id!r}: num_tokens {num_tokens} must not be negative")
-    if first_blocks and len(first_blocks) != len(blocks):
-        raise PlanError(f"request {request_id!r}: {len(blocks)} groups of blocks, {len(first_blocks)} first_blocks")
-    spans = [BlockSpan(ids, first) for ids, first in zip(blocks, first_blocks or (0,) * len(blocks), strict=True)]
-    held = limits.tokens_held(spans)
-    if any(blocks) and num_tokens > held and not limits.only_state:
-        raise PlanError(
-            f"request {request_id!r}: its blocks hold at most {held} tokens, {num_tokens} are to be published"
-        )
+    where = f"request {request_id!r}"
+    if consumers > _MAX_CONSUMERS:
+        raise LeaseError(f"{where}: consumers={consumers}, a lease waits for at most {_MAX_CONSUMERS}")
+    _check_numbers(where, len(blocks), num_tokens, first_blocks)
+    firsts = first_blocks or (0,) * len(blocks)
+    held = limits.tokens_held([BlockSpan(ids, first) for ids, first in zip(blocks, firsts, strict=True)])
+    if any(map(len, blocks)) and num_tokens > held and not limits.only_state:
+        raise PlanError(f"{where}: its blocks hold at most {held} tokens, {num_tokens} are to be published")
     for group, ids in enumerate(blocks):
         limit = limits.blocks.get(group)
         if len(ids) and (min(ids) < 0 or (limit is not None and max(ids) >= limit)):
             bad = next(block for block in ids if block < 0 or (limit is not None and block >= limit))
-            raise PlanError(f"request {request_id!r}: block {bad} of group {group} is not one of {limit} blocks")
+            raise PlanError(f"{where}: block {bad} of group {group} is not one of {limit} blocks")
+        check_apart(where, group, ids[: limits.blocks_of(group, num_tokens, firsts[group])])
+
+
+def _check_numbers(where: str, groups: int, num_tokens: int, first_blocks: Sequence[int]) -> None:
+    """Refuse what no reference can say: its reader would be told that it was altered."""
+    if groups > _MAX_GROUPS:
+        raise PlanError(f"{where}: {groups} groups of blocks, at most {_MAX_GROUPS} can be published")
+    if not 0 <= num_tokens <= _MAX_TOKENS:
+        raise PlanError(f"{where}: num_tokens {num_tokens} must not be negative, nor more than {_MAX_TOKENS}")
+    if not first_blocks:
+        return
+    if len(first_blocks) != groups:
+        raise PlanError(f"{where}: {groups} groups of blocks, {len(first_blocks)} first_blocks")
+    if min(first_blocks) < 0 or max(first_blocks) > _MAX_FIRST:
+        bad = next(first for first in first_blocks if not 0 <= first <= _MAX_FIRST)
+        raise PlanError(f"{where}: first_blocks has {bad}, which is no number of a block from 0 to {_MAX_FIRST}")
+
+
+def check_apart(where: str, group: int, ids: Sequence[int]) -> None:
+    """Refuse a block that stands for two places of a sequence: no reader can say which of them it holds.
+
+    Raises:
+        PlanError: names the block and its group.
+    """
+    if len(set(ids)) < len(ids):
+        seen: set[int] = set()
+        bad = next(block for block in ids if block in seen or seen.add(block))  # type: ignore[func-returns-value]
+        raise PlanError(
+            f"{where}: block {bad} of group {group} appears twice: each block holds its own tokens; null blocks at the "
+            "start of a window are left out, and counted by first_blocks"
+        )
 
 
 def check_pull(
@@ -100,6 +138,17 @@ def whole(name: str, value: int) -> int:
         return operator.index(value)
     except TypeError:
         raise PlanError(f"{name} must be a whole number, got {value!r:.80}") from None
+
+
+def whole_numbers(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """Read a list of whole numbers.
+
+    Raises:
+        PlanError: it is no list, or not of such; says so under ``name``.
+    """
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+        raise PlanError(f"{name} must be a list of whole numbers, got {values!r:.80}")
+    return tuple(each if type(each) is int else whole(f"each of {name}", each) for each in values)
 
 
 def time_span(name: str, value: object) -> float:

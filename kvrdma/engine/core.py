@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from kvrdma import __version__, handshake
 from kvrdma.config import Config
-from kvrdma.engine.arguments import check_caches, check_published, check_pull, time_span, whole
+from kvrdma.engine.arguments import check_caches, check_published, check_pull, time_span, whole, whole_numbers
 from kvrdma.engine.background import Background
 from kvrdma.engine.consumer import Consumer
 from kvrdma.engine.events import Event, Stats
@@ -209,16 +209,16 @@ class Engine:
             first_blocks: per group, which block of the sequence the first id is (sliding windows).
 
         Raises:
-            LeaseError: published already, or every lease is taken.
-            PlanError: a block id is out of range, the blocks do not hold as many tokens, or a number is none.
+            LeaseError: published already, every lease is taken, or ``consumers`` is out of range.
+            PlanError: a block is out of range or named twice, the blocks hold fewer tokens, or a number is none.
             ConfigError: this engine listens at no address that others can reach.
         """
         self._require_open()
         self.side_channel.as_told(None)
         groups, num_tokens = groups_of(blocks), whole("num_tokens", num_tokens)
-        first_blocks = tuple(whole("a first block", first) for first in first_blocks)
-        check_published(request_id, self.limits, groups, num_tokens, first_blocks)
-        key = self._producer.publish(request_id, whole("consumers", consumers), lease)
+        first_blocks, consumers = whole_numbers("first_blocks", first_blocks), whole("consumers", consumers)
+        check_published(request_id, self.limits, groups, num_tokens, first_blocks, consumers)
+        key = self._producer.publish(request_id, consumers, lease)
         return PullReference(
             engine_id=self.identity.engine_id,
             engine_generation=self._producer.generation,

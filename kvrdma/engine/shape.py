@@ -19,10 +19,14 @@ class Limits:
         """No block holds tokens."""
         self.blocks: dict[int, int] = {}
         """Blocks of the smallest tensor, by KV group."""
+        self._smallest: dict[int, int] = {}
+        """Tokens of the smallest block, by KV group; 0 for state, whose blocks hold no tokens."""
         for layer in layout.layers:
             for plane in layer.planes:
                 count = plane.num_pages // layer.pages_per_block
                 self.blocks[layer.group] = min(count, self.blocks.get(layer.group, count))
+            tokens = 0 if layout.format_of(layer).kind == "state" else layout.block_size(layer) * layout.dcp_size
+            self._smallest[layer.group] = min(tokens, self._smallest.get(layer.group, tokens))
         self._block_tokens = max(map(layout.block_size, layout.layers)) * layout.dcp_size
 
     def tokens_held(self, blocks: Sequence[BlockSpan]) -> int:
@@ -31,6 +35,21 @@ class Limits:
         A plan of more tokens cannot be made; trying would take memory for as many as the reference claims.
         """
         return max([span.first + len(span.ids) for span in blocks], default=0) * self._block_tokens
+
+    def blocks_of(self, group: int, num_tokens: int, first: int = 0) -> int | None:
+        """Say how many ids of a group a sequence's first tokens are in; None: all of them.
+
+        What follows is not read, nor is anything of groups whose layers other ranks have.
+
+        Args:
+            group: the KV group.
+            num_tokens: of the sequence, from its start on.
+            first: which block of the sequence the first id is.
+        """
+        tokens = self._smallest.get(group)
+        if tokens is None:
+            return 0
+        return max(0, -(-num_tokens // tokens) - first) if tokens else None
 
 
 class Shaper:

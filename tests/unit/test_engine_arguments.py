@@ -66,6 +66,35 @@ def test_publications_of_blocks_that_are_not_there(blocks: list[int], tokens: in
         engine.publish("r", [7, 0], 32)
 
 
+def test_a_block_has_one_place_among_the_published_positions() -> None:
+    with open_engine({"a": cache()}) as engine:
+        with pytest.raises(PlanError, match=r"request 'r': block 3 of group 0 appears twice.*counted by first_blocks"):
+            engine.publish("r", [5, 3, 4, 3], 49)
+        engine.publish("r", [5, 3, 4, 3], 48)  # what is behind the last token is not read
+        with pytest.raises(PlanError, match="block 0 of group 0 appears twice"):
+            engine.publish("window", [0, 0, 0, 6, 7], 80)
+        engine.publish("window", [6, 7], 80, first_blocks=[3])
+        engine.publish("behind", [6, 7, 7], 80, first_blocks=[3])
+        with pytest.raises(PlanError, match="block 7 of group 0 appears twice"):
+            engine.publish("within", [6, 7, 7], 81, first_blocks=[3])
+        assert engine.stats()["leases"] == 3
+
+
+def test_groups_are_looked_at_one_by_one() -> None:
+    caches = {"a": cache(), "b": np.zeros((8, 2, 4, 32), np.float16), "state": np.zeros((8, 64), np.uint8)}
+    specs = {
+        "a": SPEC,
+        "b": replace(SPEC, block_size=4, group=1),
+        "state": LayerSpec((0, 1), 1, 1, kind="state", group=2),
+    }
+    with open_engine(caches, specs) as engine:
+        engine.publish("r", [[3], [3, 4, 5, 6, 6], [3]], 16)
+        with pytest.raises(PlanError, match="block 6 of group 1 appears twice"):
+            engine.publish("s", [[3, 2], [3, 4, 5, 6, 6], [3]], 17)
+        with pytest.raises(PlanError, match="block 3 of group 2 appears twice"):
+            engine.publish("s", [[3], [3, 4, 5, 6], [3, 3]], 16)
+
+
 def test_the_package_offers_what_an_engine_needs() -> None:
     assert all(getattr(kvrdma, name) is not None for name in kvrdma.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Engin'"):
@@ -101,6 +130,14 @@ REF = PullReference("peer", 1, "127.0.0.1", 1, LeaseKey(0, 1), 32, ((1, 2),), (0
         (lambda engine: engine.publish("r", [1, 2], "8"), PlanError),
         (lambda engine: engine.publish("r", [1, 2], 8, consumers=1.5), PlanError),
         (lambda engine: engine.publish("r", [1, 2], 8, first_blocks=[0.5]), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 32, first_blocks=0), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 32, first_blocks="0"), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 32, first_blocks=[-1]), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 32, first_blocks=[1 << 80]), PlanError),
+        (lambda engine: engine.publish("r", [], 1 << 80), PlanError),
+        (lambda engine: engine.publish("r", [[1]] * 257, 1), PlanError),
+        (lambda engine: engine.publish("r", [1, 2], 32, consumers=1 << 80), LeaseError),
+        (lambda engine: engine.publish("r", [1, 1], 32), PlanError),
         (lambda engine: engine.prepare(LeaseKey(7, 1 << 70)), LeaseError),
         (lambda engine: engine.publish("r", [1, 2], 8, lease=LeaseKey(7, 1 << 70)), LeaseError),
     ],
