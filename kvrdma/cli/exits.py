@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from kvrdma import __version__, errors
+from kvrdma.cli.streams import open_streams
 from kvrdma.errors import ConfigError, KVRDMAError
 
 EXIT_CODES: tuple[tuple[type[KVRDMAError], int], ...] = (
@@ -49,8 +50,7 @@ def text_of(error: KVRDMAError) -> str:
 @contextmanager
 def whole_process() -> Iterator[None]:
     """Enclose a command: what happens to stdout, and Ctrl-C at any point, become an exit code."""
-    if sys.stdout is None:  # closed by who started this: take its number, before a socket gets it
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - to the end of the process
+    open_streams()
     try:
         yield
         sys.stdout.flush()

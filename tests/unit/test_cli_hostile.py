@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,6 +52,37 @@ def test_without_any_stdout(words: list[str], tmp_path: Path) -> None:
     ended = subprocess.run(line, stderr=subprocess.PIPE, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(saved.read_text())["kvrdma"]
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full", "2>&3"])
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ([*SMALL, "--json"], 0, '"verified": true'),
+        ([*SMALL, "--soak", "200ms", "--json"], 0, '"soak"'),
+        ([*SMALL, "--save", "/dev/full"], 2, "verified"),
+        (["store", "stats", "127.0.0.1:1", "--json"], 3, '"code": 3'),
+        (["doctor", "--metrics", "file:///", "--quiet"], 1, "is no http URL"),
+        (["report", "/no/such"], 2, ""),
+        (["plan", "--p-tp", "x"], 2, ""),
+        (["nonsense"], 2, ""),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else "",
+)
+def test_messages_that_cannot_be_written_change_nothing(where: str, words: list[str], code: int, says: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # 3 is a pipe that nobody reads
+    line = ["bash", "-c", f'exec 3>&{writer}; "$0" "$@" {where} 3>&-', *KVRDMA, *words]
+    ended = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False, pass_fds=(writer,))
+    os.close(writer)
+    assert ended.returncode == code
+    assert says in ended.stdout
+
+
+def test_messages_are_written_where_they_can_be() -> None:
+    ended = subprocess.run([*KVRDMA, "report", "/no/\udcff\u20ac"], capture_output=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(b"report: /no/\\udcff\xe2\x82\xac cannot be read as a saved report")
 
 
 def test_ctrl_c_before_a_command_has_begun() -> None:
