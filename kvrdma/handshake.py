@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import msgspec
 
-from kvrdma.errors import ConfigError, IncompatibleError, LayoutError
+from kvrdma.errors import ConfigError, IncompatibleError, LayoutError, TopologyError
 from kvrdma.layout import KVLayout
 from kvrdma.reference import PullReference
 from kvrdma.topology import EngineShape, RankId, Source, consumers_of, select_sources
@@ -37,14 +37,29 @@ class Identity:
     """Field to value, e.g. ``{"model": "...", "weights": "sha256:..."}``; compared field by field."""
 
     def __post_init__(self) -> None:
-        """Refuse names that no message holds: the peers of such an engine would be told that it sends garbage.
+        """Refuse names that no message holds, and ranks that the engine does not have: nobody would find such a one.
 
         Raises:
             ConfigError: names what.
+            TopologyError: the rank is none of the shape's.
         """
         if not _is_name(self.engine_id) or not self.engine_id:
             raise ConfigError(f"engine_id must be a text of 1 to {MAX_NAME} characters, got {self.engine_id!r:.80}")
         check_model(self.model)
+        _check_rank(self.shape, self.rank)
+
+
+def _check_rank(shape: object, rank: object) -> None:
+    if not isinstance(shape, EngineShape):
+        raise TopologyError(f"shape must be an EngineShape, got {shape!r:.80}")
+    if not isinstance(rank, RankId) or {*map(type, rank)} != {int}:
+        raise TopologyError(f"rank must be a RankId of two whole numbers (pp_rank, rank), got {rank!r:.80}")
+    stages = max(1, len(shape.stages))
+    if rank.pp_rank not in range(stages) or rank.rank not in range(shape.num_ranks):
+        raise TopologyError(
+            f"{rank} is outside the {stages} stages of {shape.num_ranks} ranks of its engine (tp {shape.tp_size}, dcp "
+            f"{shape.dcp_size}): both count from 0; name the layers of each stage in EngineShape(stages=...)"
+        )
 
 
 def check_model(model: object) -> None:

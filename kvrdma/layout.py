@@ -106,6 +106,7 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
         views: dict[str, Recognised] = {}
         by_layer: dict[str, LayerSpec] = {}
         for name, tensor in tensors.items():
+            _check_name(name)
             spec = specs if isinstance(specs, LayerSpec) else specs.get(name)
             if spec is None:
                 raise LayoutError(f"layer {name} has no LayerSpec: specs name {sorted(specs)}")  # type: ignore[arg-type]
@@ -154,6 +155,16 @@ class KVLayout(msgspec.Struct, frozen=True, cache_hash=True):
         for layer in self.layers:
             _check_layer(self, layer, extents)
         _check_disjoint(self)
+
+
+def _check_name(name: object) -> None:
+    """Refuse a name that no peer could read."""
+    try:
+        good = isinstance(name, str) and bool(name.encode())
+    except UnicodeEncodeError:  # half a character
+        good = False
+    if not good:
+        raise LayoutError(f"layer {name!r:.80} must be named by a text that is not empty")
 
 
 def _storages(views: Iterable[TensorView]) -> tuple[Storage, ...]:

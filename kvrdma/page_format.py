@@ -8,9 +8,10 @@ lie at ``offset + head * head_stride + token * token_stride``, as ``elems`` elem
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -56,6 +57,48 @@ class LayerSpec:
     dtype: str | None = None
     kv_split: bool = True
     group: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no layout can hold; NumPy's numbers become plain ones, for peers are told of them.
+
+        Raises:
+            LayoutError: names the field, and what is given.
+        """
+        check_kind("LayerSpec", self.kind, self.dims, self.dtype, self.kv_split)
+        numbers = _whole(self.heads)
+        if numbers is None or len(numbers) != 2:
+            raise LayoutError(f"LayerSpec: heads={self.heads!r:.80} are not two whole numbers (lo, hi)")
+        object.__setattr__(self, "heads", numbers)
+        for name in ("total_heads", "block_size", "group"):
+            number = _whole((getattr(self, name),))
+            if number is None:
+                raise LayoutError(f"LayerSpec: {name}={getattr(self, name)!r:.80} is not a whole number")
+            object.__setattr__(self, name, number[0])
+
+
+def check_kind(where: str, kind: object, dims: object, dtype: object, kv_split: object) -> None:
+    """Refuse a description of a cache's content that is no such.
+
+    Raises:
+        LayoutError: names the field, and what it may be.
+    """
+    if kind not in get_args(Kind):
+        raise LayoutError(f"{where}: kind={kind!r:.80} is none of {', '.join(get_args(Kind))}")
+    for name, text in (("dims", dims), ("dtype", dtype)):
+        if text is not None and not isinstance(text, str):
+            raise LayoutError(f"{where}: {name}={text!r:.80} must be a text or None")
+    if not isinstance(kv_split, bool):
+        raise LayoutError(f"{where}: kv_split={kv_split!r:.80} must be True or False")
+
+
+def _whole(values: object) -> tuple[int, ...] | None:
+    """Read whole numbers of whatever class; None where something is none."""
+    if not isinstance(values, tuple | list) or bool in set(map(type, values)):
+        return None
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        return None
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -21,6 +21,8 @@ def require_size(name: str, size: int, most: int) -> None:
     Raises:
         TopologyError: names the size and the bounds.
     """
+    if not hasattr(size, "__index__"):
+        raise TopologyError(f"{name} must be at least 1 and at most {most} and a whole number, got {size!r:.80}")
     if not 1 <= size <= most:
         raise TopologyError(f"{name} must be at least 1 and at most {most}, got {size}")
 

@@ -13,10 +13,19 @@ import pytest
 import kvrdma
 from kvrdma import Config, Engine, EngineShape, Identity, LayerSpec
 from kvrdma.engine import PullDone, PullFailed
-from kvrdma.errors import ConfigError, LayoutError, LeaseError, MessageError, PlanError, PullTimeoutError
+from kvrdma.errors import (
+    ConfigError,
+    LayoutError,
+    LeaseError,
+    MessageError,
+    PlanError,
+    PullTimeoutError,
+    TopologyError,
+)
 from kvrdma.lease import LeaseKey
 from kvrdma.plan import TokenRange
 from kvrdma.reference import PullReference
+from kvrdma.topology import RankId
 
 SPEC = LayerSpec(heads=(0, 2), total_heads=2, block_size=16)
 WHO = Identity("engine", EngineShape(tp_size=1, num_kv_heads=2))
@@ -193,6 +202,70 @@ def test_nobody_is_told_to_ask_himself(bind: str) -> None:
             assert isinstance(engine.wait(30)[0], PullDone)
         with Engine({"a": cache()}, SPEC, WHO, replace(config, advertise="127.0.0.1")) as engine:
             assert engine.publish("r", [1, 2], 32).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": RankId(0, 1)}, r"RankId\(pp_rank=0, rank=1\) is outside the 1 stages of 1 ranks"),
+        ({"rank": RankId(0, -1)}, "is outside the 1 stages"),
+        ({"rank": RankId(2, 0)}, r"name the layers of each stage in EngineShape\(stages=\.\.\.\)"),
+        ({"rank": RankId(0, 0.0)}, "rank must be a RankId of two whole numbers"),  # type: ignore[arg-type]
+        ({"rank": (0, 0)}, "rank must be a RankId"),
+        ({"shape": None}, "shape must be an EngineShape, got None"),
+    ],
+)
+def test_ranks_that_the_engine_does_not_have(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(TopologyError, match=message):
+        replace(WHO, **change)
+    stages = replace(WHO.shape, stages=(("a",), ("b",)))
+    assert replace(WHO, shape=stages, rank=RankId(1, 0)).rank == (1, 0)
+
+
+def test_a_size_that_is_no_whole_number() -> None:
+    with pytest.raises(TopologyError, match=r"tp_size must be .* a whole number, got 1.0"):
+        replace(WHO.shape, tp_size=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "x"},
+        {"kind": None},
+        {"heads": 5},
+        {"heads": (0, 2.0)},
+        {"heads": (0, 1, 2)},
+        {"heads": ("a", "b")},
+        {"heads": (False, True)},
+        {"total_heads": "a"},
+        {"block_size": "a"},
+        {"block_size": 16.0},
+        {"block_size": True},
+        {"group": None},
+        {"dims": 5},
+        {"dtype": 5},
+        {"kv_split": None},
+    ],
+)
+def test_a_spec_of_another_kind(change: dict[str, Any]) -> None:
+    (name,) = change
+    with pytest.raises(LayoutError, match=f"LayerSpec: {name}="):
+        replace(SPEC, **change)
+
+
+def test_numbers_of_numpy_in_a_spec_reach_peers() -> None:
+    number: Any = np.int64
+    spec = LayerSpec((number(0), number(2)), number(2), number(16), group=number(0))
+    assert spec == SPEC
+    with open_engine({"a": cache()}, spec) as producer, open_engine({"a": cache()}) as engine:
+        engine.pull("r", producer.publish("r", [1], 16), [2])
+        assert isinstance(engine.wait(30)[0], PullDone)
+
+
+@pytest.mark.parametrize("name", [5, "", b"a", "\ud800", None])
+def test_layers_whose_name_no_peer_would_read(name: object) -> None:
+    with pytest.raises(LayoutError, match="must be named by a text that is not empty"):
+        open_engine({name: cache()})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257, "\ud800", None, 5])
