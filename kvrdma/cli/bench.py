@@ -18,6 +18,7 @@ from kvrdma.bench.cluster.scenario import Scenario, load_scenario, make_scenario
 from kvrdma.bench.cluster.simulate import Links, simulate
 from kvrdma.cli.bench_model import lines_of
 from kvrdma.cli.exits import JsonCommand, check_place, run, save_json, whole_process
+from kvrdma.cli.numbers import Finite
 from kvrdma.cli.terminal import Terminal
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError, KVRDMAError
@@ -107,21 +108,21 @@ Exit codes:
 )
 @click.option(
     "--latency-us",
-    type=click.FloatRange(0),
+    type=Finite(0, 1e9),
     default=5.0,
     show_default=True,
     help="Of the model's links, µs.",
 )
 @click.option(
     "--gb-per-s",
-    type=click.FloatRange(0.001),
+    type=Finite(0.001, 1e6),
     default=50.0,
     show_default=True,
     help="Of each rank's link in the model, in 10^9 bytes.",
 )
 @click.option(
     "--row-ns",
-    type=click.FloatRange(0),
+    type=Finite(0, 1e9),
     default=100.0,
     show_default=True,
     help="Cost of a row in the model, ns.",

@@ -23,11 +23,13 @@ from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.report import LinkReport
 from kvrdma.bench.spawned_peer import Control
 from kvrdma.cli.exits import check_place
+from kvrdma.cli.numbers import Finite
 from kvrdma.errors import ConfigError, DataError
 from kvrdma.transport import open_transport
 
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _LATENCY_READS = 20_000
+_MOST_S = 3.6e7
 
 
 class Duration(click.ParamType[float]):
@@ -42,7 +44,10 @@ class Duration(click.ParamType[float]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h)", str(value).strip().lower())
         if not match or not float(match[1]):
             self.fail(f"{value!r} is not a time such as 30s, 10m or 2h", param, ctx)
-        return float(match[1]) * _UNITS_S[match[2]]
+        seconds = float(match[1]) * _UNITS_S[match[2]]
+        if seconds > _MOST_S:
+            self.fail(f"{value!r} is more than {_MOST_S / 3600:g}h", param, ctx)
+        return seconds
 
 
 _OPTIONS = (
@@ -55,7 +60,7 @@ _OPTIONS = (
     click.option("--depth", type=click.IntRange(1, 1024), default=1, show_default=True,
                  help="Reads in flight, with --latency."),
     click.option("--soak", "soak_s", type=Duration(), metavar="DURATION", help="Also read and verify so long: 10m."),
-    click.option("--rate", type=click.FloatRange(0, min_open=True), metavar="GB/S", help="At most, with --soak."),
+    click.option("--rate", type=Finite(0.001, 1e6), metavar="GB/S", help="At most, with --soak."),
     click.option("--chaos", "with_chaos", is_flag=True,
                  help="Also end the peer (of `connect`: its end of the link) in mid-read, and meet it again."),
     click.option("--save", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import click
 
 from kvrdma.cli.exits import JsonCommand, run
+from kvrdma.cli.numbers import Finite
 from kvrdma.cli.plan_report import as_json, print_plan
 from kvrdma.models import stages
 from kvrdma.plan.planner import TokenRange
@@ -66,19 +66,6 @@ class Options(TypedDict):
     as_json: bool
 
 
-class Finite(click.FloatRange):
-    """A number within bounds; neither infinite nor "not a number"."""
-
-    name = "number"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:  # noqa: ANN401
-        """Read it; a usage error where that is impossible."""
-        number = float(super().convert(value, param, ctx))
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a finite number", param, ctx)
-        return number
-
-
 def _sizes(command: Any) -> Any:  # noqa: ANN401 -- click decorators are untyped here
     """Add the options that come once per side, p- for producer and d- for consumer."""
     for side, name in reversed(_SIDES.items()):
@@ -123,8 +110,8 @@ def _number(name: str, most: int, default: int, text: str, least: int = 1) -> Ca
 )
 @_number("--tokens", 10_000_000, 4096, "length of the request", least=0)
 @_number("--cached", 10_000_000, 0, "tokens the consumer holds already", least=0)
-@click.option("--link", type=Finite(0, min_open=True), default=50.0, show_default=True, help="GB/s of a rank")
-@click.option("--row-ns", type=Finite(0), default=600.0, show_default=True, help="cost of one row")
+@click.option("--link", type=Finite(0.001, 1e6), default=50.0, show_default=True, help="GB/s of a rank")
+@click.option("--row-ns", type=Finite(0, 1e9), default=600.0, show_default=True, help="cost of one row")
 @click.option("--all", "draw_all", is_flag=True, help="show and draw every rank, not groups of equal ones")
 @click.option("--json", "as_json", is_flag=True, help="print exactly one JSON object")
 def plan_command(**options: Unpack[Options]) -> None:

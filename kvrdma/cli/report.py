@@ -10,6 +10,7 @@ from kvrdma.bench.charts.contents import Yardsticks, charts_of, load_report, ver
 from kvrdma.bench.charts.page import page
 from kvrdma.bench.charts.png import write_png
 from kvrdma.cli.exits import run
+from kvrdma.cli.numbers import Finite
 from kvrdma.errors import ConfigError
 from kvrdma.models import MODELS, model_shape
 
@@ -37,18 +38,18 @@ Exit codes:
 @click.argument("reports", nargs=-1, required=True, metavar="A.json [B.json ...]", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True, help="Page.")
 @click.option("--png", type=click.Path(path_type=Path), help="Also the plots as a picture (needs kvrdma[report]).")
-@click.option("--link-gbit", type=click.FloatRange(0, min_open=True), help="Rate of the link, Gbit/s.")
+@click.option("--link-gbit", type=Finite(0.001, 1e6), help="Rate of the link, Gbit/s.")
 @click.option("--model", default="llama-3.1-8b", show_default=True, metavar="NAME", help=f"One of {', '.join(MODELS)}.")
 @click.option("--tokens", type=click.IntRange(1), default=8192, show_default=True, help="Length of a request.")
 @click.option("--tp", type=click.IntRange(1, 1024), default=1, show_default=True, help="Ranks of an engine.")
 @click.option(
     "--tflops",
-    type=click.FloatRange(0, min_open=True),
+    type=Finite(0.001, 1e9),
     default=400.0,
     show_default=True,
     help="What a GPU sustains in a prefill, for the time of computing again.",
 )
-@click.option("--prefill-tokens-per-s", type=click.FloatRange(0, min_open=True), help="Measured, instead of --tflops.")
+@click.option("--prefill-tokens-per-s", type=Finite(0.001, 1e12), help="Measured, instead of --tflops.")
 def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
     reports: tuple[Path, ...],
     html: Path,

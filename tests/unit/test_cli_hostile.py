@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -118,6 +120,40 @@ def test_a_soak_of_no_time_is_refused() -> None:
     assert "'0s' is not a time such as 30s" in shown.output
 
 
+def _options_of_numbers(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
+    """Every option that takes a number with a fraction, with the words that lead to it."""
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            inner = command.get_command(click.Context(command), name)
+            assert inner is not None
+            yield from _options_of_numbers(inner, *path, name)
+    for option in command.params:
+        if isinstance(option.type, click.types.FloatParamType) or option.type.name == "duration":
+            yield (*path, option.opts[0])
+
+
+def test_no_option_takes_a_number_that_is_none() -> None:
+    found = list(_options_of_numbers(main))
+    assert {("bench", "--row-ns"), ("report", "--link-gbit"), ("link-test", "--soak")} < set(found)
+    for *path, option in found:
+        rest = ["a.json"] if path == ["report"] else ["h:1"] if "connect" in path else []
+        for value in ("nan", "inf", "-inf", "1e308", "-1", "x"):
+            shown = CliRunner().invoke(main, [*path, option, value, *rest])
+            assert (shown.exit_code, shown.stdout.count("Traceback")) == (2, 0)
+            assert f"Invalid value for '{option}'" in shown.stderr, (path, option, value)
+
+
+def test_a_soak_of_all_eternity_is_refused() -> None:
+    shown = CliRunner().invoke(main, [*SMALL, "--soak", f"{'9' * 400}s"])
+    assert shown.exit_code == 2
+    assert "is more than 10000h" in shown.output
+
+
 def test_a_request_too_long_to_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a request of 1000000000 tokens has 2000000000 pages"):
         simulate(make_scenario({"prompt": {"tokens": 10**9}}, ""), 2, Links(1e-6, 1e9, 1e-7))
+
+
+def test_requests_that_never_arrive_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"arrival.rate 1e-320: Expected `float` >= 1e-06"):
+        make_scenario({"arrival": {"kind": "poisson", "rate": 1e-320}}, "")

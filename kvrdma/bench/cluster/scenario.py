@@ -71,7 +71,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: Literal["closed", "poisson"] = "closed"
     concurrency: Positive = 4
     """Requests in flight per consumer engine: always (closed), or at most (poisson)."""
-    rate: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 10.0
+    rate: Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)] = 10.0
     """Requests a second, over all engines (poisson)."""
 
 
