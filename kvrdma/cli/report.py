@@ -69,7 +69,7 @@ def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
         yardsticks = Yardsticks(link_gbit, model, tokens, tp, tflops, prefill_tokens_per_s)
         charts, verdict = charts_of(saved), verdict_of(saved, yardsticks)
         try:
-            html.write_text(page(saved, charts, verdict), encoding="utf-8")
+            html.write_bytes(page(saved, charts, verdict).encode("utf-8", "backslashreplace"))
         except OSError as error:
             raise ConfigError(f"--html {html}: {error}") from error
         if png is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -180,3 +182,108 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
             load_report(path)
         assert CliRunner().invoke(main, ["report", str(path)]).exit_code == 2
     assert CliRunner().invoke(main, ["report", str(tmp_path / "none.json")]).exit_code == 2
+
+
+ODD: tuple[Any, ...] = (None, "", -1, 0, 1.5, 5e-324, 1e308, float("nan"), float("inf"), 10**400, "x" * 1000, [], {}, [[]],
+       True, "</script><b>", "\ud800")  # fmt: skip
+RIVALS = [
+    {"name": "nixl", "rows": 1, "block_bytes": 2, "verified": True, "gb_per_s": {"median": 1.0}},
+    {"name": "mooncake", "rows": 1, "block_bytes": 2, "verified": False, "error": "no\nway"},
+]
+MODEL = {"kind": "simulate", "result": {"engines": 4, "request_ms": {"mean": 1.0}}}
+WHOLE: list[dict[str, Any]] = [link().report, {**bench().report, "rivals": RIVALS}, MODEL]
+
+
+def altered(report: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Reports in which one value is odd or missing, and its key."""
+
+    def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key)
+            if isinstance(inner, dict | list):
+                yield from places(inner, (*path, key))
+
+    for *path, last in places(report):
+        for odd in (*ODD, ...):
+            changed = copy.deepcopy(report)
+            inside: Any = changed
+            for key in path:
+                inside = inside[key]
+            if odd is ...:
+                del inside[last]
+            else:
+                inside[last] = odd
+            yield str(last), changed
+
+
+def loaded(path: Path) -> tuple[list[Saved], str]:
+    try:
+        return [load_report(path)], ""
+    except ConfigError as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=lambda report: str(report["kind"]))
+def test_whatever_a_file_holds_it_is_shown_or_refused_by_name(whole: dict[str, Any], tmp_path: Path) -> None:
+    path, shown, refused = tmp_path / "r.json", 0, 0
+    for key, report in altered(whole):
+        path.write_text(json.dumps(report))
+        saved, why = loaded(path)
+        if why:
+            refused += 1
+            assert re.match(rf"{path} (is no report of kvrdma|cannot be read as a saved report): ", why)
+            assert f"`{key}`" in why or "`$" in why or "surrogates" in why or "value " in why, (key, why)
+            continue
+        saved.append(Saved("whole", whole["kind"], whole))
+        shown += 1
+        text = page(saved, charts_of(saved), verdict_of(saved, Yardsticks()))
+        assert "</script><b>" not in text
+    assert shown > 10
+    assert refused > 10 or whole is MODEL
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"cases": []}, r"Expected `array` of length >= 1 - at `\$.cases`"),
+        ({"verified": "yes"}, r"Expected `bool`, got `str` - at `\$.verified`"),
+        ({"cases": [{**case("contig", 8, 1.0), "gb_per_s": {"best": 1.0, "median": "2"}}]},
+         r"Expected `float`, got `str` - at `\$.cases\[0\].gb_per_s.median`"),
+        ({"kind": "other"}, "Invalid value 'other'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_report_is_named(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(link().report | change))
+    with pytest.raises(ConfigError, match=rf"a\.json is no report of kvrdma: {says}"):
+        load_report(path)
+
+
+def test_reports_of_this_version_are_in_form(tmp_path: Path) -> None:
+    saved = [tmp_path / "link.json", tmp_path / "model.json"]
+    small = ["link-test", "--transport", "memory", "--nbytes", "64K", "--block", "4K", "--iters", "1", "--latency", "8"]
+    assert CliRunner().invoke(main, [*small, "--save", str(saved[0])]).exit_code == 0
+    model = ["bench", "--simulate", "--engines", "2", "--set", "prompt.tokens=64"]
+    assert CliRunner().invoke(main, [*model, "--save", str(saved[1])]).exit_code == 0
+    ended = CliRunner().invoke(main, ["report", *map(str, saved), "--html", str(tmp_path / "r.html")])
+    assert ended.exit_code == 0, ended.output
+
+
+def test_names_of_files_are_only_names(tmp_path: Path) -> None:
+    for name in ("$x_", "_$\\frac$", "\udcff"):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(link().report))
+        words = ["report", str(path), "--html", str(tmp_path / "r.html")]
+        assert CliRunner().invoke(main, words).exit_code == 0
+        pytest.importorskip("matplotlib", reason="needs the extra report")
+        assert CliRunner().invoke(main, [*words, "--png", str(tmp_path / "r.png")]).exit_code == 0
+        ended = CliRunner().invoke(main, [*words, "--png", str(tmp_path / "r.nope")])
+        assert ended.exit_code == 2
+        assert "the picture cannot be written" in ended.stderr
+
+
+def test_a_file_of_brackets_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read as a saved report"):
+        load_report(path)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrdma.bench.charts.form import kind_of
 from kvrdma.bench.charts.model import PARTS, BarChart, Chart, LineChart, Series, mark_text
 from kvrdma.errors import ConfigError
 from kvrdma.finding import Finding, green, red, yellow
 from kvrdma.models import model_shape
 
 JSON = dict[str, Any]
-KINDS = ("link", "bench", "simulate")
 _ACTIVE_PARAMS = {
     "llama-3.1-8b": 8.0e9,
     "llama-3.1-70b": 70.6e9,
@@ -73,14 +73,15 @@ def load_report(path: Path) -> Saved:
     """
     try:
         report = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a saved report: {error}") from error
-    kind = report.get("kind") if isinstance(report, dict) else None
-    if kind not in KINDS:
+    try:
+        kind = kind_of(report)
+    except ValueError as error:
         raise ConfigError(
-            f"{path} is no report of kvrdma: make one with `kvrdma link-test --save` or `kvrdma bench --save`"
-        )
-    return Saved(path.stem, kind, report)
+            f"{path} is no report of kvrdma: {error}; make one with `kvrdma link-test --save` or `kvrdma bench --save`"
+        ) from None
+    return Saved(path.stem.encode("utf-8", "backslashreplace").decode(), kind, report)
 
 
 def charts_of(saved: Sequence[Saved]) -> list[Chart]:
@@ -147,12 +148,11 @@ def _split(saved: Sequence[Saved]) -> BarChart | None:
 
 def _splits(saved: Saved) -> list[tuple[str, Mapping[str, float]]]:
     if saved.kind == "bench":
-        rows = [rank["split_ms"] for rank in saved.report["ranks"] if rank["split_ms"]["wait"]["mean"] is not None]
+        ranks = [{part: rank["split_ms"][part]["mean"] for part in PARTS} for rank in saved.report["ranks"]]
+        rows = [row for row in ranks if None not in row.values()]
         if not rows:
             return []
-        mean = {
-            part: sum(row[part]["mean"] for row in rows) / len(rows) for part in ("plan", "post", "wait", "reshape")
-        }
+        mean = {part: sum(row[part] for row in rows) / len(rows) for part in PARTS}
         return [(f"{saved.name}\nmean of pulls", mean)]
     if saved.kind == "link":
         cases = [case for case in saved.report["cases"] if case["pattern"] == _pattern_shown(saved)]
@@ -251,5 +251,5 @@ def _ratios(first: Saved, second: Saved) -> dict[str, float]:
     return {
         f"{case['pattern']} {mark_text(case['block_bytes'], 'bytes')}": float(case["gb_per_s"]["median"]) / before[key]
         for case in first.report["cases"]
-        if (key := (case["pattern"], case["block_bytes"])) in before
+        if before.get(key := (case["pattern"], case["block_bytes"]))
     }

@@ -31,22 +31,34 @@ def write_png(charts: Sequence[Chart], path: Path) -> None:
         axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))  # never over the data
     try:
         figure.savefig(path)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # matplotlib: a format that it cannot write
         raise ConfigError(f"{path}: the picture cannot be written: {error}") from error
+
+
+def _plain(text: str) -> str:
+    """Keep matplotlib from reading names of files as formulas, or hiding them."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
 def _draw(axes: Any, chart: Chart) -> None:  # noqa: ANN401 - matplotlib's
     if isinstance(chart, BarChart):
         base = [0.0] * len(chart.labels)
         for name, heights in chart.parts.items():
-            axes.bar(chart.labels, heights, 0.6, bottom=base, label=name, color=COLOURS[PARTS.index(name)])
+            axes.bar(
+                [_plain(label) for label in chart.labels],
+                heights,
+                0.6,
+                bottom=base,
+                label=name,
+                color=COLOURS[PARTS.index(name)],
+            )
             base = [low + height for low, height in zip(base, heights, strict=True)]
         return
     for series in chart.series:
         style = "--" if series.dashed else "-"
         marker = "o" if len(series.x) <= MARKED else ""
         colour = COLOURS[series.colour % len(COLOURS)]
-        axes.plot(series.x, series.y, style, marker=marker, label=series.name, color=colour)
+        axes.plot(series.x, series.y, style, marker=marker, label=_plain(series.name), color=colour)
     axes.set_xscale("log", base=2)
     low, high = axes.get_xlim()
     axes.set_xticks(x_marks(low, high, chart.x_unit))

@@ -27,7 +27,7 @@ def draw(chart: Chart) -> str:
 
 def nice_marks(most: float, count: int = 5) -> list[float]:
     """Give about ``count`` round values from 0 to just above ``most``."""
-    if most <= 0:
+    if most < 1e-9:
         return [0.0, 1.0]
     rough = most / count
     power = 10.0 ** math.floor(math.log10(rough))
