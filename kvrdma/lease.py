@@ -194,7 +194,8 @@ class LeaseBook:
         self._leases: dict[LeaseKey, _Lease] = {}
         self._keys: dict[Hashable, LeaseKey] = {}
         self._by_slot: dict[int, LeaseKey] = {}
-        self._prepared: set[LeaseKey] = set()
+        self._prepared: dict[int, LeaseKey] = {}
+        """By slot; live, and not published yet."""
         self._early: OrderedDict[LeaseKey, dict[tuple[str, int], frozenset[int]]] = OrderedDict()
         self._early_size = 0
         self._ended: list[Ended] = []
@@ -220,16 +221,22 @@ class LeaseBook:
             LeaseError: as ``publish``.
         """
         self._adopt(f"lease {tuple(key)}", key)
+        self._prepared[key.slot] = key
         self._table.make_live(key)
-        self._prepared.add(key)
 
     def discard(self, key: LeaseKey) -> None:
         """Take back a prepared lease that will not be published; others are left alone."""
-        if key in self._prepared:
-            self._prepared.remove(key)
-            self._take_early(key)
+        if self._is_prepared(key):
+            self._forget_prepared(key)
             self._table.revoke(key)
             self._table.release(key)
+
+    def _is_prepared(self, key: LeaseKey) -> bool:
+        return self._prepared.get(key.slot) == key
+
+    def _forget_prepared(self, key: LeaseKey) -> None:
+        del self._prepared[key.slot]
+        self._take_early(key)
 
     def publish(self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None) -> LeaseKey:
         """Open a lease for ``request_id`` and make its word live.
@@ -239,7 +246,8 @@ class LeaseBook:
             now_s: time on the producer's clock.
             consumers: how many consumer engines will read it.
             key: the lease that another rank of this engine allocated for the same request; its own otherwise. An
-                older lease that still has the slot here ends as expired: its rank has moved on.
+                older lease that still has the slot here ends as expired, or, where it was only prepared, as never
+                published: its rank has moved on.
 
         Raises:
             LeaseError: the request is published already, or the slot is taken or does not exist.
@@ -251,17 +259,31 @@ class LeaseBook:
         adopted = key is not None
         if key is None:
             key = self._table.allocate()
-        elif key not in self._prepared:
+        elif not self._is_prepared(key):
             self._adopt(request_id, key)
-        self._prepared.discard(key)
-        self._table.make_live(key)
-        self._leases[key] = _Lease(request_id, now_s, now_s + self._lease_s, consumers)
-        self._keys[request_id] = key
-        self._by_slot[key.slot] = key
+        try:
+            self._open(request_id, key, _Lease(request_id, now_s, now_s + self._lease_s, consumers))
+        except BaseException:  # a signal handler that raises: nobody gets to know the lease
+            self._undo(request_id, key)
+            raise
         for (consumer, rank), readers in self._take_early(key).items():
             if adopted:  # nobody can have known a lease of our own before
                 self.done(key, consumer, rank, readers)
         return key
+
+    def _open(self, request_id: Hashable, key: LeaseKey, lease: _Lease) -> None:
+        self._prepared.pop(key.slot, None)
+        self._by_slot[key.slot] = key
+        self._keys[request_id] = key
+        self._table.make_live(key)
+        self._leases[key] = lease  # last: a handler may close the engine in the middle of this
+
+    def _undo(self, request_id: Hashable, key: LeaseKey) -> None:
+        self._table.revoke(key)
+        self._leases.pop(key, None)
+        self._by_slot.pop(key.slot, None)
+        self._keys.pop(request_id, None)
+        self._table.release(key)
 
     def _adopt(self, request_id: Hashable, key: LeaseKey) -> None:
         if not 0 <= key.slot < len(self._table):
@@ -272,6 +294,8 @@ class LeaseBook:
             raise LeaseError(f"request {request_id!r}: lease {key} has ended already, or its slot is taken")
         if key.slot in self._by_slot:
             self._end(self._by_slot[key.slot], End.EXPIRED)
+        if key.slot in self._prepared:
+            self._forget_prepared(self._prepared[key.slot])
         self._table.take(key)
 
     def done(self, key: LeaseKey, consumer: str, rank: int, readers: Iterable[int]) -> bool:
@@ -304,7 +328,7 @@ class LeaseBook:
     def _remember(self, key: LeaseKey, consumer: str, rank: int, readers: frozenset[int]) -> None:
         if not 0 <= key.slot < len(self._table):
             return
-        if self._table.word(key.slot) >> 1 >= key.generation and key not in self._prepared:
+        if self._table.word(key.slot) >> 1 >= key.generation and not self._is_prepared(key):
             return  # it has ended, or never was
         early = self._early.setdefault(key, {})
         if (consumer, rank) not in early:
@@ -359,7 +383,7 @@ class LeaseBook:
         """End every publication now."""
         for key in list(self._leases):
             self._end(key, End.WITHDRAWN)
-        for key in list(self._prepared):
+        for key in list(self._prepared.values()):
             self.discard(key)
 
     @property

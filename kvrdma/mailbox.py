@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import zmq
 
 from kvrdma import wire
-from kvrdma.errors import KVRDMAError
+from kvrdma.errors import ConfigError, KVRDMAError
 from kvrdma.sidechannel.context import new_context
 from kvrdma.sidechannel.curve import KeyPair, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
+from kvrdma.thread_start import start_thread
 from kvrdma.wire import Message
 
 _REQUEST_ID = struct.Struct("<Q")
@@ -73,7 +74,12 @@ class Outbox:
         self.lost = 0
         """Messages that were not answered in time or did not fit the queue."""
         self._thread = threading.Thread(target=self._run, name="kvrdma outbox", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ConfigError:
+            os.close(self._wake)
+            self._context.destroy(linger=0)
+            raise
 
     def send(self, endpoint: Endpoint, message: Message, keep_trying_s: float) -> None:
         """Queue a message; it is given up after ``keep_trying_s`` seconds without an answer."""

@@ -32,6 +32,7 @@ LAYERS = [
         "strides",
         "token_shares",
         "compiled",
+        "thread_start",
     },
     {
         "transport",

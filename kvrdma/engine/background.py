@@ -8,6 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from kvrdma.errors import ConfigError
+from kvrdma.thread_start import start_thread
+
 Work: TypeAlias = Callable[[], None]
 
 
@@ -31,7 +34,11 @@ class Background:
             return len(self._waiting) + len(self._threads)
 
     def run(self, work: Work) -> None:
-        """Run ``work``, which catches its own errors; dropped after ``close``."""
+        """Run ``work``, which catches its own errors; dropped after ``close``.
+
+        Raises:
+            ConfigError: it will not run, for want of a thread.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -40,7 +47,15 @@ class Background:
                 return
             thread = threading.Thread(target=self._work, name=f"kvrdma {self._name}", daemon=True)
             self._threads.add(thread)
-        thread.start()
+        try:
+            start_thread(thread)
+        except ConfigError:
+            with self._lock:
+                self._threads.discard(thread)
+                if self._threads or work not in self._waiting:
+                    return  # others do it
+                self._waiting.remove(work)
+            raise
 
     def close(self, timeout_s: float) -> None:
         """Drop what waits, and give what runs ``timeout_s`` seconds to end."""

@@ -18,6 +18,7 @@ from kvrdma.engine.parts import Parts
 from kvrdma.engine.pull import LAST_LOOK_AGAIN_S, Pull, ReadKey, Wanted
 from kvrdma.engine.reading import Reading
 from kvrdma.errors import (
+    ConfigError,
     KVRDMAError,
     LeaseRevokedError,
     PullAbortedError,
@@ -34,7 +35,6 @@ from kvrdma.transport import Completion, PeerLost, ReadDone, Transport
 _MAX_STRIKES = 2
 _MAX_ATTEMPTS = 10
 _QUARANTINE_AFTER_S = 5.0
-_HOUSEKEEPING_S = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -255,7 +255,10 @@ class Consumer:
             self._loop.run(lambda: self._guard(pull, lambda: next_step(failure)))
 
         pull.working = True
-        self._parts.background(run)
+        try:
+            self._parts.background(run)
+        except ConfigError:  # no more threads: late is better than never
+            run()
 
     def _advance(self, pull: Pull) -> None:
         """Do what the state of a pull allows; called after each change."""
@@ -380,12 +383,13 @@ class Consumer:
 
         self._loop.afterwards(tell)
 
-    def close(self) -> None:
-        """Fail every pull and say goodbye to every peer; pulls with reads in flight end when these do."""
+    def close(self, defect: BaseException | None = None) -> None:
+        """Fail every pull and say goodbye to every peer; those with reads in flight end when these do."""
+        why = "was closed" if defect is None else f"was ended by a defect: {defect!r}"
         self._closed = True
         self._holding.close()
         for pull in list(self._pulls.values()):
-            self._fail(pull, PullAbortedError(f"pull {pull.wanted.request_id!r}: the engine was closed"))
+            self._fail(pull, PullAbortedError(f"pull {pull.wanted.request_id!r}: the engine {why}"))
             self._advance(pull)
         self._parts.tenant.say_goodbye(self._peers.ready())
 

@@ -119,13 +119,11 @@ class Engine:
                 self.announce(leader)
             self._outbox = Outbox(self.config.secret)
             self._consumer = self._new_consumer(self._outbox, caches)
+            self._threads = EngineThreads(self._loop, self._consumer, self._peers, self._tenant, self._producer)
+            self._threads.start(self._opened, self._report_the_rest)
         except BaseException:
-            self._server.close()
-            if self._outbox is not None:
-                self._outbox.close()
+            self._close_channels()
             raise
-        self._threads = EngineThreads(self._loop, self._consumer, self._peers, self._tenant, self._producer)
-        self._threads.start(self._opened, self._report_the_rest)
         atexit.register(self.close)  # whoever forgot to
 
     def _new_consumer(self, outbox: Outbox, caches: Mapping[str, Any]) -> Consumer:
@@ -336,8 +334,8 @@ class Engine:
 
     def stats(self) -> dict[str, int]:
         """Give counts since the start, and the sizes of everything that is empty when nothing goes on."""
-        sizes = {**asdict(self._consumer.counts()), **self._producer.counts()}
-        return {**asdict(self._stats), **sizes, "connecting": self._peers.connecting, "peers": len(self._peers.ready())}
+        sizes = asdict(self._consumer.counts()) | self._producer.counts() | {"connecting": self._peers.connecting}
+        return {**asdict(self._stats), **sizes, "peers": len(self._peers.ready())}
 
     def describe(self) -> str:
         """Describe the engine and its peers for people."""
@@ -345,8 +343,8 @@ class Engine:
             f"engine {self.identity.engine_id} rank {tuple(self.identity.rank)} at {self.endpoint}, "
             f"{len(self.layout.layers)} layers in {len(self.layout.regions)} regions, kvrdma {__version__}"
         )
-        refused = {**self.refused, **self._memory.refused}
-        return "\n".join([head, *transport_lines(self._memory.transports, refused, self._peers.ready())])
+        lines = transport_lines(self._memory.transports, self.refused | self._memory.refused, self._peers.ready())
+        return "\n".join([head, *lines])
 
     # Life
 
@@ -360,12 +358,11 @@ class Engine:
         """
         if not self._lock.is_ours:
             return
-        with self._lock:
+        with self._lock.held():
             if self._closed:
                 return
             self._closed = True
         atexit.unregister(self.close)
-        assert self._outbox
         self._producer.close(self._fence)
         self._threads.close()
         for transport in self._opened:
@@ -373,10 +370,14 @@ class Engine:
         self._report_the_rest()
         for background in (self._handshakes, self._work):
             background.close(timeout_s=0.1)
+        self._close_channels()
+
+    def _close_channels(self) -> None:
         try:
             self._server.close()
         finally:
-            self._outbox.close()
+            if self._outbox is not None:
+                self._outbox.close()
 
     def __enter__(self) -> Self:
         """Use as a context manager: closed at the end."""

@@ -14,6 +14,8 @@ from kvrdma.lease import LeaseKey
 from kvrdma.reference import PullReference
 
 _TRIES_PER_LEASE = 3
+_SHORTEST_S = 0.1
+"""References come from clients, and may name leases of no length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +52,7 @@ class Holding:
             if isinstance(peer, PeerEngine):
                 self._tenant.keep(held, held.reference, peer.tell)
             else:
-                again_s = held.reference.lease_s / _TRIES_PER_LEASE
+                again_s = max(_SHORTEST_S, held.reference.lease_s / _TRIES_PER_LEASE)
                 held.next_try = self._loop.after(again_s, lambda: self._connect(request_id, held))
 
         self._peers.find(held.reference, found)

@@ -13,7 +13,7 @@ from kvrdma.engine.background import Work
 from kvrdma.engine.events import Stats
 from kvrdma.engine.links import PeerEngine
 from kvrdma.engine.loop import Loop
-from kvrdma.errors import ConnectError, IncompatibleError, KVRDMAError, PeerUnavailableError
+from kvrdma.errors import ConfigError, ConnectError, IncompatibleError, KVRDMAError, PeerUnavailableError
 from kvrdma.reference import PeerKey, PullReference
 from kvrdma.transport import PeerId
 
@@ -120,7 +120,10 @@ class Peers:
 
         self._stats.handshakes += 1
         self._connecting[key] = [waiter]
-        self._background(shake_hands)
+        try:
+            self._background(shake_hands)
+        except ConfigError as error:
+            self._deliver(key, error)
 
     def _deliver(self, key: PeerKey, result: PeerEngine | KVRDMAError) -> None:
         waiters = self._connecting.pop(key, [])
@@ -136,7 +139,7 @@ class Peers:
             _log.info("engine %s connected: %s", key.engine_id, " | ".join(result.why))
         else:
             self._stats.handshakes_failed += 1
-            if not isinstance(result, IncompatibleError):
+            if not isinstance(result, IncompatibleError | ConfigError):  # the latter is this side's doing
                 self._breaker(key).record_failure()
             if self._warn(key, self._loop.now()):
                 _log.warning("handshake with engine %s failed: %s", key.engine_id, result)

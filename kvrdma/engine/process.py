@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from kvrdma.errors import TransportClosedError
 
@@ -15,12 +15,16 @@ class ProcessLock:
     A forked child has a copy of what it guards and none of the threads that serve it. A lease that it published would
     be a lease of its parent's to a consumer, over other blocks; what it pulled would never end; and what it polled
     would be missing from its parent.
+
+    ``with lock.held():`` takes it. A signal handler that raises does so before or after that, never in between: behind
+    an ``__enter__`` of Python code the lock would stay taken. What runs in the middle of what it guards, in the thread
+    that holds it (a handler, a finalizer that the collector calls), does not wait for itself.
     """
 
     def __init__(self) -> None:
         """Belong to this process."""
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def is_ours(self) -> bool:
@@ -39,13 +43,11 @@ class ProcessLock:
                 f"{os.getpid()}; open one here, or spawn instead of forking"
             )
 
-    def __enter__(self) -> None:
-        """Take it."""
-        self.require()
-        self._lock.acquire()
+    def held(self) -> AbstractContextManager[object]:
+        """Give what takes it.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Give it back."""
-        self._lock.release()
+        Raises:
+            TransportClosedError: this is a child.
+        """
+        self.require()
+        return self._lock

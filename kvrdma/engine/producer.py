@@ -64,7 +64,7 @@ class Producer:
             shape: of its engine, which says what ranks there are.
             digest_of: its layout, if consumers may ask for checksums of its bytes.
         """
-        with self._lock:
+        with self._lock.held():
             self._own = description
             self._ranks[description.rank] = description
             self._num_ranks = (max(1, len(shape.stages)), shape.num_ranks)
@@ -72,7 +72,7 @@ class Producer:
 
     def publish(self, request_id: Hashable, consumers: int, key: LeaseKey | None) -> LeaseKey:
         """Open a lease; see ``LeaseBook.publish``."""
-        with self._lock:
+        with self._lock.held():
             try:
                 key = self._book.publish(request_id, self._clock(), consumers, key)
                 self._stats.published += 1
@@ -82,7 +82,7 @@ class Producer:
 
     def prepare(self, key: LeaseKey) -> None:
         """Make a word live ahead of its publication; see ``LeaseBook.prepare``."""
-        with self._lock:
+        with self._lock.held():
             try:
                 self._book.prepare(key)
             finally:
@@ -90,24 +90,24 @@ class Producer:
 
     def discard(self, key: LeaseKey) -> None:
         """Take back a lease that was prepared and will not be published."""
-        with self._lock:
+        with self._lock.held():
             self._book.discard(key)
 
     def extend(self, request_id: Hashable, seconds: float) -> bool:
         """Hold a publication for ``seconds`` from now at least; False if it has ended or never was."""
-        with self._lock:
+        with self._lock.held():
             return self._book.extend(request_id, self._clock() + seconds)
 
     def withdraw(self, request_id: Hashable) -> bool:
         """End a publication; False if it has ended or never was."""
-        with self._lock:
+        with self._lock.held():
             known = self._book.withdraw(request_id)
             self._report_ended()
             return known
 
     def expire(self) -> float:
         """End the leases whose time is over; returns the seconds until there are more."""
-        with self._lock:
+        with self._lock.held():
             self._book.expire(self._clock())
             self._report_ended()
             next_s = self._book.next_deadline_s()
@@ -115,7 +115,7 @@ class Producer:
 
     def close(self, fence: FenceTable) -> None:
         """End every publication and revoke every word."""
-        with self._lock:
+        with self._lock.held():
             self._book.withdraw_all()
             self._report_ended()
             for slot in range(len(fence)):
@@ -126,7 +126,7 @@ class Producer:
 
         ``oldest_lease_s`` is the age of the oldest lease in whole seconds.
         """
-        with self._lock:
+        with self._lock.held():
             oldest_s = int(self._book.oldest_s(self._clock()))
             return {"leases": len(self._book), "early": self._book.remembered, "oldest_lease_s": oldest_s}
 
@@ -138,7 +138,7 @@ class Producer:
         """
         if isinstance(message, DigestRows):
             return self._digest(message)  # takes long: not under the lock
-        with self._lock:
+        with self._lock.held():
             try:
                 return self._answer(message)
             finally:

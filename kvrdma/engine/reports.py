@@ -33,7 +33,7 @@ class Reports:
             PullError: one of that id is under way.
             TransportClosedError: no more promises are made.
         """
-        with self._lock:
+        with self._lock.held():
             if self._closed:
                 raise TransportClosedError("the engine is closed")
             if request_id in self._owed:
@@ -42,7 +42,7 @@ class Reports:
 
     def add(self, event: Event) -> None:
         """Report something."""
-        with self._lock:
+        with self._lock.held():
             if isinstance(event, PullFailed) and event.quarantined:
                 self._owed[event.request_id] = True
             elif isinstance(event, _OF_PULLS):
@@ -52,12 +52,12 @@ class Reports:
 
     def close(self) -> None:
         """Make no more promises."""
-        with self._lock:
+        with self._lock.held():
             self._closed = True
 
     def fail_the_rest(self, reason: KVRDMAError) -> None:
         """Report every pull that was promised and has not been."""
-        with self._lock:
+        with self._lock.held():
             rest = [request_id for request_id, reported in self._owed.items() if not reported]
         for request_id in rest:
             self.add(PullFailed(request_id, reason, attempts=0))

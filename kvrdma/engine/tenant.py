@@ -17,6 +17,9 @@ from kvrdma.wire import Goodbye, Heartbeat, LeaseDone, Message
 _BEATS_PER_LEASE = 3
 _BEAT_TRIES_S = 5.0
 _GOODBYE_TRIES_S = 1.0
+_DONE_TRIES_S = 1.0
+"""At least, however short a lease a reference names."""
+_SHORTEST_BEAT_S = 0.02
 _LEASES_PER_MESSAGE = 4096
 
 
@@ -54,7 +57,8 @@ class Tenant:
     def keep(self, owner: Hashable, reference: PullReference, tell: tuple[Reader, ...]) -> None:
         """Renew a lease from now on, until ``leave``."""
         with self._lock:
-            self._needed[owner] = _Needed(_lease(reference), tell, reference.lease_s / _BEATS_PER_LEASE, self._clock())
+            period_s = max(_SHORTEST_BEAT_S, reference.lease_s / _BEATS_PER_LEASE)
+            self._needed[owner] = _Needed(_lease(reference), tell, period_s, self._clock())
 
     def leave(self, owner: Hashable) -> None:
         """Renew it no longer. Idempotent."""
@@ -82,7 +86,7 @@ class Tenant:
         """Tell every rank that waits for this one that it needs the lease no longer."""
         for reader in peer.tell:
             message = LeaseDone(_lease(reference), self._engine_id, self._rank, reader.readers, succeeded)
-            self._post.send(reader.mailbox, message, reference.lease_s)
+            self._post.send(reader.mailbox, message, max(_DONE_TRIES_S, reference.lease_s))
 
     def say_goodbye(self, peers: Iterable[PeerEngine]) -> None:
         """Tell all peers that this rank closes."""

@@ -11,6 +11,8 @@ from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Peers
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.tenant import Tenant
+from kvrdma.errors import ConfigError
+from kvrdma.thread_start import start_thread
 from kvrdma.transport import Transport
 
 _CLOSE_S = 5.0
@@ -44,6 +46,9 @@ class EngineThreads:
         Args:
             transports: the data thread closes them at its end, and follows up on what they report then.
             at_defect: called when everything has ended because of one.
+
+        Raises:
+            ConfigError: there can be no more threads.
         """
 
         def move_data() -> None:
@@ -54,8 +59,12 @@ class EngineThreads:
 
         for name, target in (("data", move_data), ("clock", lambda: self._guard(self._watch_clock))):
             thread = threading.Thread(target=target, name=f"kvrdma {name}", daemon=True)
+            try:
+                start_thread(thread)
+            except ConfigError:
+                self.close()
+                raise
             self._threads.append(thread)
-            thread.start()
 
     def close(self) -> None:
         """End both threads, within some seconds."""
@@ -85,7 +94,7 @@ class EngineThreads:
     def _shut_down(self, transports: Sequence[Transport]) -> None:
         try:
             self._loop.finish()
-            self._consumer.close()
+            self._consumer.close(self.defect)
             self._peers.close()
         finally:
             for transport in transports:

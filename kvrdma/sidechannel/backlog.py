@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kvrdma.thread_start import start_thread
+
 MAX_CONNECTION_BYTES = 64 << 20
 """More than the queue of well-formed messages and the kernel's buffers take together."""
 MAX_TOTAL_BYTES = 256 << 20
@@ -60,7 +62,7 @@ class BacklogWatch:
         self._lock = threading.Lock()
         self._monitor = listener.get_monitor_socket(_EVENTS)
         self._thread = threading.Thread(target=self._run, name="kvrdma control backlog", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def taken(self, descriptor: int) -> None:
         """Note that a message of this connection (ZMQ's ``SRCFD``) was taken from the queue."""

@@ -19,6 +19,7 @@ from kvrdma.sidechannel.context import new_context
 from kvrdma.sidechannel.curve import admit, key_pair
 from kvrdma.sidechannel.endpoint import Endpoint
 from kvrdma.sidechannel.holder import port_holder
+from kvrdma.thread_start import start_thread
 from kvrdma.wire import Failed, Message
 
 Handler = Callable[[Message], Message]
@@ -91,7 +92,12 @@ class SideChannelServer:
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name=f"kvrdma control {self.endpoint}", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ConfigError:
+            self._end_watch()
+            self._context.destroy(linger=0)
+            raise
 
     def _open(self, kind: int, url: str | None) -> zmq.Socket[bytes]:
         opened = self._context.socket(kind)

@@ -44,7 +44,7 @@ def clone(book: LeaseBook) -> LeaseBook:
     new._leases = {
         key: replace(lease, readers=dict(lease.readers), done=set(lease.done)) for key, lease in book._leases.items()
     }
-    new._keys, new._by_slot, new._prepared = dict(book._keys), dict(book._by_slot), set(book._prepared)
+    new._keys, new._by_slot, new._prepared = dict(book._keys), dict(book._by_slot), dict(book._prepared)
     new._early = OrderedDict((key, dict(value)) for key, value in book._early.items())
     new._early_size, new._ended = book._early_size, list(book._ended)
     return new
@@ -83,7 +83,7 @@ class World:
             for key, lease in self.book._leases.items()
         )
         early = tuple((key, frozenset(value.items())) for key, value in self.book._early.items())
-        early += tuple((key, frozenset()) for key in self.book._prepared)
+        early += tuple((key, frozenset()) for key in self.book._prepared.values())
         word = self.book._table.word(0)
         return word, leases, early, self.memory, self.producer, self.now_s, self.free, self.consumers
 

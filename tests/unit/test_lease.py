@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from contextlib import suppress
 
 import pytest
 
@@ -258,3 +260,73 @@ def test_the_oldest_lease() -> None:
     assert book.oldest_s(5.0) == 4.0
     book.withdraw("first")
     assert book.oldest_s(5.0) == 2.0
+
+
+# Leases that other ranks allocated, prepared ahead
+
+
+def test_a_newer_prepared_lease_takes_the_slot_from_one_that_was_never_published(
+    book: LeaseBook, table: FenceTable
+) -> None:
+    old, new = LeaseKey(2, 7 << 20), LeaseKey(2, (7 << 20) + 1)
+    book.prepare(old)
+    book.done(old, "reader", 0, [0])
+    book.prepare(new)
+    assert book.remembered == 0, "of the old one"
+    book.discard(old)  # late: says nothing of the new one
+    assert judge(table.word(2), new) is Verdict.LIVE
+    with pytest.raises(LeaseError, match="has ended already, or its slot is taken"):
+        book.publish("old", 0.0, key=old)
+    assert judge(table.word(2), old) is Verdict.REVOKED
+    assert book.publish("new", 0.0, key=new) == new
+    others = [table.allocate().slot for _ in range(3)]
+    assert 2 not in others
+    book.expire(31.0)
+    assert book.take_ended() == [Ended("new", End.EXPIRED)]
+    assert table.allocate().slot == 2
+
+
+def test_words_of_a_slot_never_go_back(book: LeaseBook, table: FenceTable) -> None:
+    """Random orders of what ranks ask for, with keys of three requests that share a slot."""
+    rng = random.Random(3)
+    for _ in range(2000):
+        keys = [LeaseKey(1, table.word(1) // 2 + (1 << 20) + number) for number in range(3)]
+        highest = table.word(1)
+        for _ in range(8):
+            key, step = rng.choice(keys), rng.choice(("prepare", "publish", "discard", "withdraw"))
+            with suppress(LeaseError):
+                if step == "publish":
+                    book.publish(key, 0.0, key=key)
+                else:
+                    getattr(book, step)(key)
+            word = table.word(1)
+            assert word >= highest - 1, "a revoked word of the same generation is one less"
+            assert word >> 1 >= highest >> 1
+            highest = max(highest, word)
+        book.withdraw_all()
+        book.take_ended()
+        assert len(book) == 0
+        assert [key in book for key in keys] == [False] * 3
+        free = [table.allocate() for _ in range(4)]
+        for each in free:
+            table.release(each)
+
+
+@pytest.mark.parametrize("where", ["make_live", "_open"])
+def test_a_handler_that_raises_in_the_middle_of_publish_leaves_nothing_behind(
+    book: LeaseBook, table: FenceTable, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner: object = table if where == "make_live" else book
+    real = getattr(owner, where)
+
+    def interrupted(*arguments: object) -> None:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            book.publish("a", 0.0)
+    assert (len(book), "a" in book) == (0, False)
+    assert {table.word(slot) & 1 for slot in range(4)} == {0}
+    assert len({book.publish(name, 0.0) for name in "abcd"}) == 4
