@@ -184,8 +184,8 @@ def test_what_is_no_report_is_refused(tmp_path: Path) -> None:
     assert CliRunner().invoke(main, ["report", str(tmp_path / "none.json")]).exit_code == 2
 
 
-ODD: tuple[Any, ...] = (None, "", -1, 0, 1.5, 5e-324, 1e308, float("nan"), float("inf"), 10**400, "x" * 1000, [], {}, [[]],
-       True, "</script><b>", "\ud800")  # fmt: skip
+ODD: tuple[Any, ...] = (None, "", -1, 0, 1.5, 5e-324, 1e308, float("nan"), float("inf"), 10**400, "x" * 1000, [], {},
+       [[]], True, "</script><b>", "\ud800")  # fmt: skip
 RIVALS = [
     {"name": "nixl", "rows": 1, "block_bytes": 2, "verified": True, "gb_per_s": {"median": 1.0}},
     {"name": "mooncake", "rows": 1, "block_bytes": 2, "verified": False, "error": "no\nway"},
