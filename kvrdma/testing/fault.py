@@ -69,7 +69,7 @@ class FaultTransport:
         self._regions: dict[int, Region] = {}
         self._lock = threading.RLock()  # an inner completion must not be polled before its id is known
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
         self._either = select.epoll()
         self._either.register(self._fd, select.EPOLLIN)
         self._either.register(inner.fileno(), select.EPOLLIN)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 import msgspec
 import pytest
 
 from kvrdma.engine import End
 from kvrdma.engine.links import PeerEngine
+from kvrdma.engine.peers import Peers, Waiter
 from kvrdma.errors import LeaseError, LeaseRevokedError, PullAbortedError, PullTimeoutError
 from kvrdma.lease import LeaseKey
 from kvrdma.reference import PullReference
@@ -134,6 +136,24 @@ def test_a_hold_on_a_producer_out_of_reach_is_tried_again() -> None:
         until(lambda: rank.engine.stats()["handshakes_failed"] >= 2)
         rank.engine.abort(1)
         until(lambda: busy(rank.engine) == {})
+
+
+def test_a_reference_with_a_lease_of_no_length_keeps_nobody_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """References come from clients: what they name must not become a loop without a rest."""
+    real, asked = Peers.find, list[float]()
+
+    def find(peers: Peers, reference: PullReference, waiter: Waiter) -> None:
+        asked.append(time.monotonic())
+        real(peers, reference, waiter)
+
+    monkeypatch.setattr(Peers, "find", find)
+    with Side(MODEL, "same", config=replace(SMALL, control_timeout_s=0.2)) as producer, Side(MODEL) as consumer:
+        engine = consumer.ranks[0].engine
+        lost = msgspec.structs.replace(producer.publish(1, [1], 4), port=1, lease_s=1e-9)
+        engine.hold(1, lost)
+        until(lambda: len(asked) >= 8)
+        engine.abort(1)
+    assert min(later - sooner for sooner, later in pairwise(asked)) >= 0.09
 
 
 def test_decline_tells_the_producer_and_reports_nothing(scene: Scene) -> None:

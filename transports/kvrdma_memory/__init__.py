@@ -92,7 +92,7 @@ class MemoryTransport:
         self._completions: deque[Completion] = deque()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = False
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
         _network[self._token] = self
 
     def capabilities(self) -> Capabilities:
