@@ -108,7 +108,7 @@ class Loop:
             wait_s = min(wait_s, _AFTERWARDS_S)
         if self._work or self._asked.fileno() in dict(self._poller.poll(1e3 * wait_s)):
             self._asked.clear()
-        while self._work:
+        for _ in range(len(self._work)):  # what is asked for meanwhile waits: others may never stop asking
             self._work.popleft()()
         self.collect(take)
         self._run_later(later)

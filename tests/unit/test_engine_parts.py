@@ -44,6 +44,25 @@ def test_timers_run_in_order_once_and_not_when_cancelled() -> None:
     assert loop.timers == 0
 
 
+def test_who_never_stops_asking_does_not_keep_the_loop_from_the_transports() -> None:
+    loop, asked, collected = Loop([], FakeClock()), [0], [0]
+
+    def again() -> None:
+        asked[0] += 1
+        if asked[0] < 100:
+            loop.run(again)
+
+    def collect(take: object) -> None:
+        del take
+        collected[0] += 1
+
+    loop.collect = collect  # type: ignore[method-assign]
+    loop.run(again)
+    while asked[0] < 100:
+        loop.step(0, ignore)
+        assert collected[0] == asked[0], "once for each that asked"
+
+
 def test_cancelled_timers_are_let_go_of() -> None:
     """What a timer holds must not live until it would have run: 20,000 pulls with 60 s each."""
     loop = Loop([], FakeClock())
