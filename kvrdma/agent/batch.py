@@ -58,7 +58,7 @@ def read_batch(model_input: Any, block_size: int) -> list[Piece]:  # noqa: ANN40
     tokens = _integers("input_tokens", _attribute(model_input, "input_tokens"))
     slots = _integers("slot_mapping", _attribute(model_input, "slot_mapping"))
     lengths = _integers("seq_lens", _attribute(model_input, "seq_lens")).tolist()
-    salts = list(getattr(model_input, "salts", ())) or [b""] * len(lengths)
+    salts = _salts(model_input) or [b""] * len(lengths)
     if sum(lengths) != len(tokens) or len(tokens) != len(slots) or len(salts) != len(lengths):
         raise PlanError(
             f"a batch of {len(lengths)} prompts of {sum(lengths)} tokens in all has {len(tokens)} input_tokens, "
@@ -97,8 +97,23 @@ def _attribute(model_input: Any, name: str) -> Any:  # noqa: ANN401
     raise PlanError(f"a batch needs {name}: {type(model_input).__name__} has none; use kvrdma.agent.ModelInput")
 
 
+def _salts(model_input: Any) -> list[bytes]:  # noqa: ANN401
+    given = getattr(model_input, "salts", None)
+    if given is None:
+        return []
+    if not isinstance(given, list | tuple):
+        raise PlanError(f"salts must be a list of one bytes per prompt, got {given!r:.80}")
+    return list(given)
+
+
 def _integers(name: str, values: Any) -> npt.NDArray[np.int64]:  # noqa: ANN401 - tensor, array or list
-    array = np.asarray(values.cpu() if hasattr(values, "cpu") else values).reshape(-1)
+    try:
+        given = values.detach().cpu() if hasattr(values, "detach") else values
+        array = np.asarray(given).reshape(-1)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged, sparse, or without memory
+        raise PlanError(
+            f"{name} must be integers: a list, an array or a dense tensor; got {type(values).__name__}: {error}"
+        ) from None
     if array.size and array.dtype.kind not in "iu":
         raise PlanError(f"{name} must be integers, got {array.dtype}")
     return array.astype(np.int64)

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from kvrdma.config import host_and_port
-from kvrdma.errors import ConfigError
+from kvrdma.errors import ConfigError, LayoutError
 from kvrdma.handshake import check_model
-from kvrdma.page_format import Kind
+from kvrdma.page_format import Kind, check_kind
+from kvrdma.store.geometry import MAX_BLOCK_TOKENS
 from kvrdma.topology import EngineShape
 
 ROLES = ("kv_producer", "kv_consumer", "kv_both")
@@ -69,6 +70,12 @@ class CacheFacts:
         Raises:
             ConfigError: names the field.
         """
+        try:
+            check_kind("CacheFacts", self.kind, self.dims, self.dtype, self.kv_split)
+        except LayoutError as error:
+            raise ConfigError(str(error)) from None
+        if self.kind == "state":
+            raise ConfigError("CacheFacts: kind='state' is none that a store can hold: use attention, mla or cpu")
         for name, least in (("block_size", 1), ("num_kv_heads", 1), ("tp_size", 1), ("first_layer", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -175,3 +182,8 @@ def _check_values(options: ConnectorOptions) -> None:
         value = getattr(options, name)
         if value is not None and value < smallest:
             raise ConfigError(f"kv_connector_extra_config: {name}={value} must be at least {smallest}")
+    if (options.store_block_tokens or 1) > MAX_BLOCK_TOKENS:
+        raise ConfigError(
+            f"kv_connector_extra_config: store_block_tokens={options.store_block_tokens} must be at most "
+            f"{MAX_BLOCK_TOKENS}"
+        )

@@ -19,10 +19,11 @@ from kvrdma.agent.factory import Given, States
 from kvrdma.agent.states import StatesPort, join_states, slice_states
 from kvrdma.config import Config
 from kvrdma.engine import Engine
-from kvrdma.errors import ConfigError, MessageError
+from kvrdma.errors import ConfigError, LayoutError, MessageError
 from kvrdma.handshake import Identity
 from kvrdma.page_format import LayerSpec, TensorView
 from kvrdma.store import Prompt, StorePort, Stores, StoreServer
+from kvrdma.store.index import require_room
 from kvrdma.topology import RankId
 
 
@@ -176,6 +177,8 @@ class StoreConnector:
         engine = Engine(caches, spec, identity, self._config)
         try:
             port = StorePort(engine, self.stores, self.options.store_block_tokens or facts.block_size)
+            if self.server is not None:
+                require_room(self.server.capacity, port.record_nbytes)  # serve_bytes
         except BaseException:
             engine.close()
             raise
@@ -185,6 +188,10 @@ class StoreConnector:
     def _named(self, kv_caches: Given) -> Mapping[str, Any]:
         if isinstance(kv_caches, Mapping):
             return kv_caches
+        if isinstance(kv_caches, str) or not hasattr(kv_caches, "__iter__") or hasattr(kv_caches, "shape"):
+            raise LayoutError(
+                f"kv_caches must be one cache per layer, in a list or by name, got {type(kv_caches).__name__}"
+            )
         return {f"layer{self._facts.first_layer + number}": cache for number, cache in enumerate(kv_caches)}
 
     def _open_states(self) -> StatesPort:

@@ -66,7 +66,7 @@ def slice_states(states: Any, spans: Sequence[tuple[int, int]]) -> list[bytes]: 
         spans: where in the batch the tokens of each prompt are.
 
     Raises:
-        PlanError: something is no tensor, or its first axis is neither.
+        PlanError: something is no tensor, holds no numbers of its own, or its first axis is neither.
     """
     single = not isinstance(states, Mapping) and not hasattr(states, "tensors")
     named: Mapping[str, Any] = {"": states} if single else getattr(states, "tensors", states)
@@ -93,12 +93,20 @@ def _check_tensors(named: object) -> None:
             "states must be torch tensors of one row per token or per prompt, or a mapping of such; got "
             f"{type(strange[0]).__name__} of shape {tuple(getattr(strange[0], 'shape', ()))}"
         )
+    for name, each in named.items() if isinstance(named, Mapping) else ():
+        if not isinstance(name, str):
+            raise PlanError(f"states must be named by texts, got {name!r:.80}")
+        if each.layout != torch.strided or each.is_meta or each.is_quantized:
+            raise PlanError(
+                f"states {name!r} must be dense tensors with memory, not quantized; got layout {each.layout}, dtype "
+                f"{each.dtype}, on {each.device}"
+            )
 
 
 def _pack(named: Mapping[str, Any], single: bool, per_token: bool) -> bytes:  # noqa: FBT001 - private
     import torch
 
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
+    plain = {name: tensor.detach().resolve_conj().resolve_neg().cpu().contiguous() for name, tensor in named.items()}
     described = [(name, str(each.dtype).removeprefix("torch."), tuple(each.shape)) for name, each in plain.items()]
     header = msgspec.msgpack.encode(_Header(single, per_token, described))
     content = [each.view(-1).view(torch.uint8).numpy().tobytes() for each in plain.values()]

@@ -7,16 +7,19 @@ again as a whole. Inside it each rank's layers are arrays that ``Engine`` takes 
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
-from kvrdma.errors import LayoutError, MessageError
+from kvrdma.errors import ConfigError, LayoutError, MessageError
 from kvrdma.handshake import Identity
 from kvrdma.layout import KVLayout, Layer
 from kvrdma.page_format import LayerSpec, PageFormat
+from kvrdma.plan.tokens import MAX_PERIOD
 from kvrdma.store.keys import new_hasher
 from kvrdma.topology import EngineShape
 from kvrdma.wire import Name
@@ -25,7 +28,10 @@ _ALIGN = 64
 _DIMS = {"attention": {"HN": "BHNC", "NH": "BNHC"}, "mla": {"HN": "BNC"}, "cpu": {"HN": "BHNC"}}
 _ITEMS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+MAX_BLOCK_TOKENS = 1 << 16
+"""Of a store's block."""
+
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_TOKENS)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
@@ -98,14 +104,39 @@ def family_of(layout: KVLayout, identity: Identity, block_tokens: int) -> Family
 
     Raises:
         LayoutError: the cache has state layers, several KV groups or a split of tokens: stores hold prefixes only.
+        ConfigError: no store has blocks of so many tokens, or the engine's do not fit them.
     """
+    tokens = _block_tokens(layout, block_tokens)
     if layout.dcp_size != 1:
         raise LayoutError(f"a store cannot hold caches whose tokens are split over {layout.dcp_size} ranks (dcp) yet")
     if len(identity.shape.stages) > 1:
         raise LayoutError("give each pipeline stage a family of its own: an identity of one stage with its layers")
     layers = tuple(_stored(layer, layout.format_of(layer)) for layer in layout.layers)
     shape = identity.shape
-    return Family(dict(identity.model), block_tokens, shape.num_ranks, shape.num_kv_heads, shape.is_mla, layers)
+    family = Family(dict(identity.model), tokens, shape.num_ranks, shape.num_kv_heads, shape.is_mla, layers)
+    try:
+        decode_family(encode_family(family))  # as every store will
+    except MessageError as error:
+        raise LayoutError(f"a store cannot hold these caches: {error}") from None
+    return family
+
+
+def _block_tokens(layout: KVLayout, given: int) -> int:
+    """Read the tokens of a store's block."""
+    try:
+        tokens = 0 if isinstance(given, bool) else operator.index(given)
+    except TypeError:
+        tokens = 0
+    if not 1 <= tokens <= MAX_BLOCK_TOKENS:
+        raise ConfigError(f"block_tokens={given!r:.80} is not a whole number from 1 to {MAX_BLOCK_TOKENS}")
+    for layer in layout.layers:
+        page = layout.format_of(layer).tokens
+        if math.lcm(page, tokens) > MAX_PERIOD:
+            raise ConfigError(
+                f"block_tokens={tokens} and the pages of {page} tokens of layer {layer.name} line up only every "
+                f"{math.lcm(page, tokens)} tokens, more than {MAX_PERIOD}: use a multiple of {page} as block_tokens"
+            )
+    return tokens
 
 
 def _stored(layer: Layer, fmt: PageFormat) -> StoredLayer:

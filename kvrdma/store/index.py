@@ -46,6 +46,20 @@ class Reservation:
     entries: tuple[Entry, ...]
 
 
+def require_room(nbytes: int, record_nbytes: int) -> None:
+    """Refuse records of which a chunk of a store holds less than two.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if 2 * record_nbytes > nbytes // CHUNKS:
+        need = 2 * CHUNKS * record_nbytes
+        raise ConfigError(
+            f"a block of {record_nbytes} bytes (all layers and ranks) needs a store of at least {need} bytes, this "
+            f"one has {nbytes}: raise --capacity, or use smaller store blocks"
+        )
+
+
 @dataclass(slots=True)
 class Slabs:
     """Shares the memory among families, chunk by chunk."""
@@ -100,12 +114,7 @@ class Index:
         Raises:
             ConfigError: a chunk is too small for records of that size.
         """
-        if 2 * record_nbytes > slabs.chunk_nbytes:
-            need = 2 * CHUNKS * record_nbytes
-            raise ConfigError(
-                f"a block of {record_nbytes} bytes (all layers and ranks) needs a store of at least {need} bytes, this "
-                f"one has {slabs.nbytes}: raise --capacity, or use smaller store blocks"
-            )
+        require_room(slabs.nbytes, record_nbytes)
         self._slabs = slabs
         self._record_nbytes = record_nbytes
         self._all = (1 << ranks) - 1

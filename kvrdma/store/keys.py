@@ -50,9 +50,14 @@ def prefix_keys(
         One key per block, the last for what is left; none without tokens.
 
     Raises:
-        PlanError: the tokens are no list of integers, or too many for one message.
+        PlanError: the tokens are no list of integers, or too many for one message, or the salt is not bytes.
     """
-    ids = np.asarray(tokens)
+    if not isinstance(salt, bytes):
+        raise PlanError(f"the salt of a prompt must be bytes, got {type(salt).__name__}")
+    try:
+        ids = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged, or a tensor that no array can be made of
+        raise PlanError(f"tokens must be one list of integers, got {type(tokens).__name__}: {error}") from None
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise PlanError(f"tokens must be one list of integers, got shape {ids.shape} of {ids.dtype}")
     count = -(-len(ids) // block_tokens)

@@ -6,18 +6,19 @@ import itertools
 import logging
 import time
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import msgspec
 
 from kvrdma.engine import Ended, Engine, PullDone, PullFailed, PullReleased
-from kvrdma.engine.arguments import check_published, time_span, whole
+from kvrdma.engine.arguments import check_apart, check_published, time_span, whole
 from kvrdma.errors import KVRDMAError, LeaseError, MessageError, PlanError, PullError
 from kvrdma.plan import BlockSpan, TokenRange
+from kvrdma.reference import groups_of
 from kvrdma.store.clients import StoreClient, Stores
 from kvrdma.store.filling import read_reference
-from kvrdma.store.geometry import encode_family, family_of, fingerprint
+from kvrdma.store.geometry import encode_family, family_of, fingerprint, record_nbytes
 from kvrdma.store.keys import PrefixKeys, prefix_keys
 from kvrdma.wire import Noted, StoreFound, StoreLookup, StoreOffer, StoreOffered, StoreRelease
 
@@ -80,6 +81,7 @@ class StorePort:
 
         Raises:
             LayoutError: the engine's caches cannot be stored by prefix.
+            ConfigError: no store has such blocks.
         """
         self._engine = engine
         self._stores = stores
@@ -87,7 +89,9 @@ class StorePort:
         self._family = encode_family(family)
         self.fingerprint = fingerprint(family)
         """Of the caches; part of every key."""
-        self.block_tokens = block_tokens
+        self.block_tokens = family.block_tokens
+        self.record_nbytes = record_nbytes(family)
+        """Bytes of a stored block: all layers and ranks."""
         self._own_block = min(engine.layout.block_size(layer) for layer in engine.layout.layers)
         self.counts = PortCounts()
         self._numbers = itertools.count(1)
@@ -116,11 +120,12 @@ class StorePort:
             of blocks being read may have kept less of it, or nothing.
 
         Raises:
-            PlanError: a block id is out of range; nothing was offered.
+            PlanError: a block id is out of range or named twice; nothing was offered.
         """
         deadline_s = time.monotonic() + time_span("timeout_s", timeout_s)
-        for number, prompt in enumerate(prompts):  # before anything is published
-            self._check(number, prompt, prompt.keys.num_tokens)
+        prompts = [self._checked(number, prompt) for number, prompt in enumerate(prompts)]  # before any is published
+        for number, prompt in enumerate(prompts):
+            check_published(f"prompt {number}", self._engine.limits, [prompt.blocks], prompt.keys.num_tokens)
         owners: dict[_Name, int] = {}
         try:
             done = [self._offer(prompt, deadline_s, owners, number) for number, prompt in enumerate(prompts)]
@@ -134,8 +139,26 @@ class StorePort:
         self.counts.prompts_stored += sum(done)
         return done
 
-    def _check(self, number: int, prompt: Prompt, num_tokens: int) -> None:
-        check_published(f"prompt {number}", self._engine.limits, [prompt.blocks], num_tokens)
+    def _checked(self, number: int, prompt: Prompt) -> Prompt:
+        """Read the blocks and the start of a prompt, of whatever class they are."""
+        where = f"prompt {number}"
+        if not isinstance(getattr(prompt, "keys", None), PrefixKeys):
+            raise PlanError(f"{where} must be a kvrdma.store.Prompt with keys of StorePort.keys, got {prompt!r:.80}")
+        if prompt.keys.block_tokens != self.block_tokens:
+            raise PlanError(
+                f"{where}: its keys are of blocks of {prompt.keys.block_tokens} tokens, this port's have "
+                f"{self.block_tokens}: use the keys of this port"
+            )
+        try:
+            groups = groups_of(prompt.blocks)
+        except PlanError as error:
+            raise PlanError(f"{where}: {error}") from None
+        if len(groups) != 1:
+            raise PlanError(f"{where}: blocks must be one list of block ids, got {len(groups)} lists")
+        start = whole(f"{where}: start", prompt.start)
+        if start < 0:
+            raise PlanError(f"{where}: start {start} must not be negative")
+        return replace(prompt, blocks=groups[0], start=start)
 
     def _offer(self, prompt: Prompt, deadline_s: float, owners: dict[_Name, int], number: int) -> bool:
         """Offer a prompt to the stores responsible for it; says whether all of them have it, or read it now."""
@@ -192,16 +215,15 @@ class StorePort:
             For each how many tokens are in place. Beyond them its blocks may hold anything.
 
         Raises:
-            PlanError: a block id or ``start`` is out of range; nothing was fetched.
+            PlanError: a block id or ``start`` is out of range, or a block named twice; nothing was fetched.
             PullError: a transport may still write into the blocks, long after the deadline: they must not be used.
         """
         start_s = time.monotonic()
         deadline_s = start_s + time_span("timeout_s", timeout_s)
         look_until_s = deadline_s if look_s is None else min(deadline_s, start_s + time_span("look_s", look_s))
+        prompts = [self._checked(number, prompt) for number, prompt in enumerate(prompts)]
         for number, prompt in enumerate(prompts):
-            self._check(number, prompt, 0)  # its blocks may be short
-            if whole(f"prompt {number}: start", prompt.start) < 0:
-                raise PlanError(f"prompt {number}: start {prompt.start} must not be negative")
+            self._check_wanted(f"prompt {number}", prompt)
         try:
             fetches = [self._start(prompt, look_until_s, deadline_s) for prompt in prompts]
             tokens = [fetch if isinstance(fetch, int) else self._finish(fetch, deadline_s) for fetch in fetches]
@@ -209,6 +231,15 @@ class StorePort:
             self._give_up()
         self.counts.tokens_fetched += sum(got - prompt.start for got, prompt in zip(tokens, prompts, strict=True))
         return tokens
+
+    def _check_wanted(self, where: str, prompt: Prompt) -> None:
+        """Refuse blocks that are not there, or cannot be filled; they may be shorter than the prompt."""
+        if prompt.start > prompt.keys.num_tokens:
+            raise PlanError(f"{where}: start {prompt.start} is behind its {prompt.keys.num_tokens} tokens")
+        limits = self._engine.limits
+        check_published(where, limits, [prompt.blocks], 0)
+        filled = prompt.blocks[prompt.start // self._own_block : limits.blocks_of(0, prompt.keys.num_tokens)]
+        check_apart(where, 0, filled)
 
     def _find(self, keys: PrefixKeys, deadline_s: float, *, hold: bool) -> tuple[StoreClient, StoreFound] | None:
         """Ask the responsible stores for a prompt until one has all of it; the one that has most counts."""

@@ -70,6 +70,11 @@ class StoreServer:
         self.endpoint = Endpoint(told.host, self._server.endpoint.port)
 
     @property
+    def capacity(self) -> int:
+        """Bytes for blocks."""
+        return self._shelf.capacity
+
+    @property
     def alive(self) -> bool:
         """Whether it still works: until ``close``, or a defect."""
         return self._server.alive and self._filler.alive

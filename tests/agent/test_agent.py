@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvrdma.errors import ConfigError, PlanError
+from kvrdma.errors import ConfigError, LayoutError, PlanError
 from kvrdma.store import StoreServer
 from kvrdma.testing import PeerProcess
 from tests.helpers.stores import cma, until
@@ -250,6 +250,24 @@ def test_an_engine_that_is_a_store_itself(monkeypatch: pytest.MonkeyPatch) -> No
         caches, batch = make_caches(), make_batch(PROMPTS, THERE)
         sender.send_kv_caches_and_hidden_states(MODEL, batch, caches, MODEL.prefill(batch, caches))
         receive_all(sender.connector.server)
+
+
+def test_a_store_of_its_own_that_holds_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRDMA_TRANSPORTS", "cma")
+    extra = {"serve_bytes": 1 << 20, "store_block_tokens": 256 * BLOCK}
+    caches, batch = make_caches(), make_batch(PROMPTS, THERE)
+    agent = KVTransferAgent(0, 0, AgentConfig(TransferConfig(kv_connector_extra_config=extra), FACTS))
+    with agent, pytest.raises(ConfigError, match=r"needs a store of at least .* this one has 1048576"):
+        agent.send_kv_caches_and_hidden_states(MODEL, batch, caches, None)
+
+
+@pytest.mark.parametrize("caches", [None, 5, "caches", torch.zeros(4, 2, 4, 8)])
+def test_caches_that_are_no_list(store: StoreServer, caches: object) -> None:
+    with agent_at(store) as agent:
+        for call in (agent.recv_kv_caches_and_hidden_states, agent.send_kv_caches_and_hidden_states):
+            rest = (None,) if call == agent.send_kv_caches_and_hidden_states else ()
+            with pytest.raises(LayoutError, match="kv_caches must be one cache per layer, in a list or by name"):
+                call(MODEL, make_batch(PROMPTS, THERE), caches, *rest)
 
 
 def test_a_store_that_is_gone_costs_time_up_to_the_deadline_only(store: StoreServer) -> None:

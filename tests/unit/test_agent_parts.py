@@ -96,6 +96,7 @@ def test_an_agent_passes_through_to_the_connector_it_made(recorder: str) -> None
                 ({"serve_bind": 5}, "serve_bind"),
                 ({"serve_bind": "host"}, "kv_connector_extra_config: serve_bind: 'host' is not HOST:PORT"),
                 ({"store_block_tokens": 0}, "store_block_tokens=0"),
+                ({"store_block_tokens": 1 << 30}, "store_block_tokens=1073741824 must be at most 65536"),
                 ({"states": "no"}, "got `str` - at `.*states`"),  # which is true
                 ({"states_bytes": -5}, "states_bytes=-5"),
             )
@@ -155,6 +156,11 @@ def test_ranks_that_hold_the_same_heads_count_once(
         ({"block_size": "4"}, "block_size='4'"),
         ({"num_kv_heads": 0}, "num_kv_heads=0"),
         ({"first_layer": -1}, "first_layer=-1"),
+        ({"kind": "x"}, "CacheFacts: kind='x' is none of attention, mla, cpu, state"),
+        ({"kind": "state"}, "CacheFacts: kind='state' is none that a store can hold"),
+        ({"dims": 5}, "CacheFacts: dims=5"),
+        ({"dtype": 5}, "CacheFacts: dtype=5"),
+        ({"kv_split": None}, "CacheFacts: kv_split=None"),
         ({"model": None}, "model must map fields to texts"),
         ({"model": {"a": 5}}, "'a'=5 must be texts"),
         ({"model": {"a": "x" * 257}}, "must be texts of at most 256 characters"),
@@ -222,6 +228,12 @@ def test_what_is_in_place_already() -> None:
             read_starts(SimpleNamespace(context_lens=lengths), 2)
 
 
+@pytest.mark.parametrize("salts", [5, "a", b"a"])
+def test_salts_that_are_no_list(salts: Any) -> None:  # noqa: ANN401
+    with pytest.raises(PlanError, match="salts must be a list of one bytes per prompt"):
+        read_batch(ModelInput([1], [1], [4], salts=salts), 4)
+
+
 # States
 
 torch = pytest.importorskip("torch")
@@ -229,6 +241,23 @@ torch = pytest.importorskip("torch")
 from kvrdma.agent.states import IntermediateTensors, join_states, slice_states  # noqa: E402
 
 SPANS = [(0, 3), (3, 4), (4, 9)]
+
+
+@pytest.mark.parametrize("field", ["input_tokens", "slot_mapping", "seq_lens"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        [[1], [2, 3]],
+        torch.ones(1, requires_grad=True),
+        torch.ones(1, dtype=torch.int64, device="meta"),
+        torch.ones(1, dtype=torch.int64).to_sparse(),
+        torch.ones(1, dtype=torch.complex64).conj(),
+        [1 << 70],
+    ],
+)
+def test_integers_that_are_none(field: str, given: Any) -> None:  # noqa: ANN401
+    with pytest.raises(PlanError, match=f"{field} must be integers"):
+        read_batch(replace(ModelInput([1], [1], [4]), **{field: given}), 4)
 
 
 @pytest.mark.parametrize("rows", [9, 3])
@@ -264,6 +293,30 @@ def test_states_of_neither_tokens_nor_prompts() -> None:
 def test_states_that_are_none(states: object) -> None:
     with pytest.raises(PlanError, match="states must be torch tensors"):
         slice_states(states, SPANS)
+
+
+@pytest.mark.parametrize(
+    "states",
+    [
+        torch.zeros(9, 2, device="meta"),
+        torch.zeros(9, 2).to_sparse(),
+        {"a": torch.zeros(9, 2), "b": torch.zeros(9, 2).to_sparse()},
+    ],
+)
+def test_states_without_numbers_of_their_own(states: object) -> None:
+    with pytest.raises(PlanError, match="must be dense tensors with memory, not quantized"):
+        slice_states(states, SPANS)
+
+
+def test_states_named_by_numbers() -> None:
+    with pytest.raises(PlanError, match="states must be named by texts, got 1"):
+        slice_states({1: torch.zeros(9, 2)}, SPANS)
+
+
+def test_states_that_are_views_of_others() -> None:
+    numbers = torch.randn(9, 2, dtype=torch.complex64)
+    for states in (numbers.conj(), numbers.conj().imag, torch.randn(2, 9).T):
+        assert torch.equal(join_states(slice_states(states, SPANS), "cpu"), states)
 
 
 @pytest.mark.parametrize("other", [torch.zeros(9, 5), torch.zeros(9, 4).half(), torch.zeros(9, 4, 1)])

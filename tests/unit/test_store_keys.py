@@ -63,6 +63,10 @@ def test_kinds_of_token_lists() -> None:
         prefix_keys(PRINT, np.ones((1, 2), np.int64), 4)
     with pytest.raises(PlanError, match="float64"):
         prefix_keys(PRINT, np.ones(2), 4)
+    with pytest.raises(PlanError, match="tokens must be one list of integers, got list"):
+        prefix_keys(PRINT, [[1], [2, 3]], 4)  # type: ignore[list-item]
+    with pytest.raises(PlanError, match="the salt of a prompt must be bytes, got str"):
+        prefix_keys(PRINT, [1], 4, "tenant")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="65537 blocks of 1, more than 65536"):
         prefix_keys(PRINT, np.ones(65537, np.int64), 1)
 

@@ -57,7 +57,7 @@ FOR_PROGRAMMERS = {"ReshapeError": 29}
 
 # Places with no words of their own, by file: they pass on what another place, an exception or the system says.
 PASS_ON = {
-    "kvrdma/agent/config.py": 1,  # msgspec: a value of the wrong type
+    "kvrdma/agent/config.py": 2,  # msgspec: a value of the wrong type; ``check_kind`` of ``kvrdma.page_format``
     "kvrdma/bench/cluster/scenario.py": 2,  # a file, and msgspec
     "kvrdma/cli/report.py": 1,  # a file that cannot be written
     "kvrdma/compiled.py": 3,  # two functions that make no message, and ``without``, which is found where it is given
@@ -65,6 +65,7 @@ PASS_ON = {
     "kvrdma/connector/options.py": 1,  # ``parse_setting`` of ``kvrdma.config``
     "kvrdma/sidechannel/client.py": 1,  # the peer's name before a message of ``kvrdma.wire``
     "kvrdma/sidechannel/endpoint.py": 1,  # ``host_and_port`` of ``kvrdma.config``
+    "kvrdma/store/port.py": 1,  # ``groups_of`` of ``kvrdma.reference``, with the prompt before it
     "transports/kvrdma_cma/core.cpp": 1,  # ``cancel``
     "transports/kvrdma_cma/transport.py": 1,  # ``denied.explain``
     "transports/kvrdma_cma/worker.cpp": 6,  # ``lose``, ``stale``, and the kernel's word for process_vm_readv
