@@ -220,7 +220,8 @@ class LeaseBook:
         Raises:
             LeaseError: as ``publish``.
         """
-        self._adopt(f"lease {tuple(key)}", key)
+        if not self._is_prepared(key):
+            self._adopt(f"lease {tuple(key)}", key)
         self._prepared[key.slot] = key
         self._table.make_live(key)
 
@@ -232,6 +233,8 @@ class LeaseBook:
             self._table.release(key)
 
     def _is_prepared(self, key: LeaseKey) -> bool:
+        if not isinstance(key, LeaseKey):
+            raise LeaseError(f"a lease is named by a LeaseKey, such as a reference's `lease`; got {key!r:.80}")
         return self._prepared.get(key.slot) == key
 
     def _forget_prepared(self, key: LeaseKey) -> None:

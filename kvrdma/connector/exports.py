@@ -119,8 +119,9 @@ class Exports:
         self._leases[request.request_id] = lease
         lease_s = self._options.decoder_lease_s if turn_back else self._options.config.lease_s
         blocks, first_blocks = self._groups.to_publish(block_ids)
-        told = blocks if with_blocks else ()
-        step.publish.append(Publication(request.request_id, lease, num_tokens, told, lease_s if turn_back else None))
+        told, firsts = (blocks, tuple(first_blocks)) if with_blocks else ((), ())
+        kept_s = lease_s if turn_back else None
+        step.publish.append(Publication(request.request_id, lease, num_tokens, told, kept_s, firsts))
         params = self._reference(request.request_id, lease, num_tokens, lease_s)
         params |= {
             "remote_block_ids": [list(group) for group in blocks],

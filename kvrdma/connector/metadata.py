@@ -28,6 +28,8 @@ class Publication:
     """Per KV group; empty unless ranks stage blocks in host memory."""
     lease_s: float | None = None
     """Other than the setting, for requests kept for a next turn."""
+    first_blocks: tuple[int, ...] = ()
+    """Per KV group, where there are blocks: which block of the sequence the first one is (sliding windows)."""
 
 
 @dataclass(frozen=True, slots=True)

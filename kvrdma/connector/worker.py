@@ -159,7 +159,11 @@ class WorkerSide:
             if self._staging is not None:
                 self._staging.to_host(publication.blocks)
             self.engine.publish(
-                publication.request_id, publication.blocks, publication.num_tokens, lease=publication.lease
+                publication.request_id,
+                publication.blocks,
+                publication.num_tokens,
+                lease=publication.lease,
+                first_blocks=publication.first_blocks,
             )
         except KVRDMAError as error:
             _log.warning("request %s cannot be published: %s", publication.request_id, error)

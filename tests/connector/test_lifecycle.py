@@ -56,10 +56,10 @@ def test_a_prefill_that_is_aborted_leaves_no_lease_behind(engines: Make) -> None
         p.step()
         p.step()
         worker = p.ranks[0].connector.worker
-        assert worker.engine._producer._book._prepared != set()
+        assert worker.engine._producer._book._prepared != {}
         p.abort(f"p{number}")
         settle(p)
-        assert worker.engine._producer._book._prepared == set()
+        assert worker.engine._producer._book._prepared == {}
         assert {worker.engine._fence.word(slot) & 1 for slot in range(8)} == {0}
 
 
@@ -342,17 +342,20 @@ def test_a_short_turn_is_computed_again(engines: Make) -> None:
     run(p, d, until=lambda: d.blocks_in_use() == 0, timeout_s=5)
 
 
-def test_kv_that_goes_through_host_memory(engines: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("windows", [(0, 48), (48,)], ids=["full and window", "window only"])
+def test_kv_that_goes_through_host_memory(
+    engines: Make, windows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on an accelerator whose memory cannot be read: only the copies in host memory are registered."""
     from tests.helpers.mini_engine import settle
 
     for module in ("scheduler", "worker"):
         monkeypatch.setattr(f"kvrdma.connector.{module}.stages_in_host_memory", lambda _: True)
-    p = engines("p", "kv_producer", shape(windows=(0, 48)))
-    d = engines("d", "kv_consumer", shape(windows=(0, 48), tp=2))
+    p = engines("p", "kv_producer", shape(windows=windows))
+    d = engines("d", "kv_consumer", shape(windows=windows, tp=2))
     for rank in (*p.ranks, *d.ranks):
         registered = {region.addr for region in rank.connector.worker.engine.layout.regions}
         assert not registered & {cache.data_ptr() for cache in rank.caches.values()}
-    decode(p, d, prompt_of(100))
+    decode(p, d, prompt_of(168))
     settle(p, d)
-    assert d.cached["d"] == (0, 99)
+    assert d.cached["d"] == (0, 167)

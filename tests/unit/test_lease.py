@@ -286,6 +286,13 @@ def test_a_newer_prepared_lease_takes_the_slot_from_one_that_was_never_published
     assert table.allocate().slot == 2
 
 
+def test_a_lease_is_named_by_its_key(book: LeaseBook) -> None:
+    for other in ((1, 1 << 60), "ab", 5):
+        for call in (book.prepare, book.discard, lambda key: book.publish("a", 0.0, key=key)):
+            with pytest.raises(LeaseError, match="a lease is named by a LeaseKey"):
+                call(other)  # type: ignore[arg-type]
+
+
 def test_words_of_a_slot_never_go_back(book: LeaseBook, table: FenceTable) -> None:
     """Random orders of what ranks ask for, with keys of three requests that share a slot."""
     rng = random.Random(3)
