@@ -6,6 +6,7 @@ own or part of a sender (``serve_bytes``).
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from kvrdma.page_format import LayerSpec, TensorView
 from kvrdma.store import Prompt, StorePort, Stores, StoreServer
 from kvrdma.store.index import require_room
 from kvrdma.topology import RankId
+
+_log = logging.getLogger(__name__)
 
 
 class StoreConnector:
@@ -134,7 +137,8 @@ class StoreConnector:
             pieces.append(piece)
         try:
             return join_states(pieces, device)
-        except MessageError:
+        except MessageError as error:
+            _log.warning("the stores' states of a batch are left alone, and computed again: %s", error)
             return None
 
     # Opening and closing

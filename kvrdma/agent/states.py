@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrdma.config import Config
 from kvrdma.engine import Engine
-from kvrdma.errors import MessageError, PlanError
+from kvrdma.errors import ConfigError, MessageError, PlanError
 from kvrdma.handshake import Identity
 from kvrdma.page_format import LayerSpec
 from kvrdma.store import Prompt, StorePort, Stores
@@ -175,9 +175,16 @@ class StatesPort:
     """Puts pieces of bytes into stores and gets them out, through a pool of pages. For one thread."""
 
     def __init__(self, stores: Stores, config: Config, nbytes: int, name: str) -> None:
-        """Reserve ``nbytes``, in whole pages, at least one."""
+        """Reserve ``nbytes``, in whole pages, at least one.
+
+        Raises:
+            ConfigError: there is not as much memory.
+        """
         self._pages = max(1, nbytes // PAGE_NBYTES)
-        self._pool = np.zeros((self._pages, PAGE_ROWS, PAGE_COLS), np.uint8)
+        try:
+            self._pool = np.zeros((self._pages, PAGE_ROWS, PAGE_COLS), np.uint8)
+        except (MemoryError, ValueError) as error:
+            raise ConfigError(f"states_bytes={nbytes} does not fit into memory: {error}; give fewer") from None
         spec = LayerSpec((0, 1), 1, PAGE_ROWS, kind="mla", dims="BNC")
         identity = Identity(name, EngineShape(1, 1, is_mla=True), model={"kvrdma": "states 2"})
         self.engine = Engine({"states": self._pool}, spec, identity, config)

@@ -19,6 +19,7 @@ from kvrdma.cli.exits import JsonCommand, JsonGroup, run, save_json
 from kvrdma.cli.link_more import Peers, finish, measure_more, print_more, with_room
 from kvrdma.cli.link_options import Test, read_options, test_options
 from kvrdma.cli.link_report import print_result, progress_of
+from kvrdma.cli.serving import serve_until
 from kvrdma.config import Config
 from kvrdma.errors import DataError, KVRDMAError, UnreachableError
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
@@ -139,14 +140,10 @@ def _serve(bind: str, device: str, stops: set[signal.Signals], *, insecure: bool
     how = "encrypted, KVRDMA_SECRET needed" if config.secret else "no secret, not encrypted"
     names = ", ".join(reaching_further(memory.kind)) or "none, see `kvrdma doctor`"
     click.echo(f"listening at {server.endpoint} ({how}); transports that open here: {names}")
-    try:
-        while server.alive:
-            info = signal.sigtimedwait(stops, 1.0)
-            if info is not None and info.si_signo in stops:  # stopped and continued, it returns one of no signal
-                break
-    finally:
-        server.close()
-        peer.close()
+    with ExitStack() as stack:
+        stack.callback(peer.close)
+        stack.callback(server.close)
+        serve_until(stops, server, "link test's server")
 
 
 def _test_here(test: Test) -> KVRDMAError | None:

@@ -64,7 +64,7 @@ def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
     """Turn reports of link-test and bench (--save) into one HTML page with plots and a verdict."""
 
     def work() -> None:
-        model_shape(model).heads_per_rank(tp)  # says what is wrong with them
+        model_shape(model, "give one of these to --model").heads_per_rank(tp)  # says what is wrong with them
         saved = [load_report(path) for path in reports]
         yardsticks = Yardsticks(link_gbit, model, tokens, tp, tflops, prefill_tokens_per_s)
         charts, verdict = charts_of(saved), verdict_of(saved, yardsticks)

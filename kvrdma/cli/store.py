@@ -13,8 +13,9 @@ import click
 from kvrdma.bench.room import free_nbytes, gib
 from kvrdma.cli.exits import JsonCommand, run
 from kvrdma.cli.link_options import Size
+from kvrdma.cli.serving import serve_until
 from kvrdma.config import Config
-from kvrdma.errors import ConfigError, KVRDMAError, MessageError
+from kvrdma.errors import ConfigError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store.numbers import Exporter
 from kvrdma.store.server import StoreServer
@@ -113,22 +114,7 @@ def _serve(
             stack.callback(exporter.close)
             how += f"; metrics at http://{exporter.endpoint}/metrics"
         click.echo(f"store of {gib(capacity)} at {server.endpoint} ({how})")
-        while server.alive:
-            info = signal.sigtimedwait(stops, 1.0)
-            if info is not None and info.si_signo in stops:  # stopped and continued, it returns one of no signal
-                break
-        else:
-            raise _ended(server)
-
-
-def _ended(server: StoreServer) -> KVRDMAError:
-    """Close a store that has ended by itself, and give what is said of it."""
-    error = KVRDMAError("the store was ended by a defect: see the log")
-    try:
-        server.close()
-    except Exception as defect:  # noqa: BLE001 - whatever its side channel ended with: it is in the log
-        error.__cause__ = defect
-    return error
+        serve_until(stops, server, "store")
 
 
 @store.command(cls=JsonCommand, epilog=_STATS_EPILOG)

@@ -15,6 +15,7 @@ from kvrdma.agent import AgentConfig, CacheFacts, KVTransferAgent, ModelInput, T
 from kvrdma.agent.batch import read_batch, read_starts
 from kvrdma.agent.config import ConnectorOptions
 from kvrdma.agent.factory import unregister_connector
+from kvrdma.config import Config
 from kvrdma.errors import ConfigError, MessageError, PlanError
 from kvrdma.page_format import Kind
 
@@ -238,7 +239,7 @@ def test_salts_that_are_no_list(salts: Any) -> None:  # noqa: ANN401
 
 torch = pytest.importorskip("torch")
 
-from kvrdma.agent.states import IntermediateTensors, join_states, slice_states  # noqa: E402
+from kvrdma.agent.states import IntermediateTensors, StatesPort, join_states, slice_states  # noqa: E402
 
 SPANS = [(0, 3), (3, 4), (4, 9)]
 
@@ -341,3 +342,9 @@ def test_damaged_states() -> None:
     three = slice_states({"b": torch.randn(9, 4)}, SPANS)
     with pytest.raises(MessageError, match=r"different names: prompt 0 \['a'\], prompt 1 \['b'\]"):
         join_states([two[0], three[1]], "cpu")
+
+
+def test_more_memory_for_states_than_there_is() -> None:
+    nowhere: Any = None
+    with pytest.raises(ConfigError, match=f"states_bytes={1 << 60} does not fit into memory: .*; give fewer"):
+        StatesPort(nowhere, Config(), 1 << 60, "states")

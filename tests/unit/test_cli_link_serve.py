@@ -7,10 +7,11 @@ import subprocess
 import time
 
 import pytest
+from click.testing import CliRunner
 
 from kvrdma import wire
-from kvrdma.cli import link_test
-from kvrdma.sidechannel import Endpoint, SideChannelClient
+from kvrdma.cli import link_test, main
+from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
 from tests.helpers.link_cli import command
 
 
@@ -45,3 +46,17 @@ def test_only_a_signal_to_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(signal, "sigtimedwait", answer)
     link_test._serve("127.0.0.1:0", "cpu", stops, insecure=False)
     assert asked == [stops] * 3
+
+
+def test_a_server_that_dies_of_a_defect_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def die(_: object) -> None:
+        raise RuntimeError("a defect of this test")
+
+    monkeypatch.setattr(SideChannelServer, "_answer_until_stopped", die)
+    ended = CliRunner().invoke(main, ["link-test", "serve", "--bind", "127.0.0.1:0"])
+    assert ended.exit_code == 1
+    assert isinstance(ended.exception, SystemExit), "the defect itself came out"
+    assert "the link test's server was ended by a defect: see the log" in ended.stderr
+    assert "a defect of this test" in caplog.text
