@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 UCX_DEBIAN = ROOT / ".deps/ucx-debian/usr/lib/x86_64-linux-gnu"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a run in the background, and so would be all that it starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _module(name: str) -> Callable[[], bool]:
