@@ -36,16 +36,26 @@ def run(name: str, stores: list[str], prompt: list[int]) -> tuple[list[int], int
     return tokens, found
 
 
+def share(stores: list[str]) -> list[int]:
+    """Let three engines use the stores, one after another; the tokens that each found there."""
+    first, before = run("engine 1", stores, SYSTEM + QUESTIONS[0])
+    other, shared = run("engine 2", stores, SYSTEM + QUESTIONS[1])
+    again, all_of_it = run("engine 3", stores, SYSTEM + QUESTIONS[0])
+    assert again == first
+    assert other != first
+    return [before, shared, all_of_it]
+
+
 def main() -> None:
-    """Use the stores given as HOST:PORT, or one of our own."""
+    """Use the stores given as HOST:PORT, which may know the prompts already, or one of our own."""
+    if any(word.startswith("-") for word in sys.argv[1:]):
+        sys.exit(f"{__doc__}\n\nusage: kv_store.py [HOST:PORT ...]: stores of `kvrdma store serve`")
+    if sys.argv[1:]:
+        share(sys.argv[1:])
+        print("`kvrdma store stats HOST:PORT` has their numbers")
+        return
     with StoreServer(64 << 20, Config.from_env()) as store:
-        stores = sys.argv[1:] or [str(store.endpoint)]
-        first, none = run("engine 1", stores, SYSTEM + QUESTIONS[0])
-        other, shared = run("engine 2", stores, SYSTEM + QUESTIONS[1])
-        again, all_of_it = run("engine 3", stores, SYSTEM + QUESTIONS[0])
-        assert (none, shared, all_of_it) == (0, len(SYSTEM), len(SYSTEM) + len(QUESTIONS[0]))
-        assert again == first
-        assert other != first
+        assert share([str(store.endpoint)]) == [0, len(SYSTEM), len(SYSTEM) + len(QUESTIONS[0])]
         print({name: value for name, value in store.stats().items() if name in {"blocks", "hits", "filled", "evicted"}})
 
 

@@ -39,6 +39,8 @@ def prefill(pipe: Connection) -> None:
 
 def main() -> None:
     """Decode what the other process has prefilled, in other blocks."""
+    if sys.argv[1:]:
+        sys.exit(f"{__doc__}\n\nusage: prefill_decode.py")
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=prefill, args=(theirs,))
     process.start()
