@@ -25,6 +25,13 @@ _PERCENTS = (50.0, 90.0, 99.0, 99.9)
 _SOAK_STEP_S = 1.0
 
 
+class PacedSoakReport(SoakReport, frozen=True):
+    """A soak whose ``gb_per_s`` is over the time of the reads alone, and its speed over all of the time."""
+
+    average_gb_per_s: float
+    """Pauses for the rate, verification and failures count, too."""
+
+
 def measure_reverse(link: Link, case: Case, iters: int) -> ReverseReport:
     """Let the peer read the case from here, several times.
 
@@ -164,9 +171,19 @@ def _at(ordered: np.ndarray[tuple[int], np.dtype[np.float64]], percent: float) -
     return float(ordered[max(0, math.ceil(round(percent * len(ordered) / 100, 6)) - 1)])
 
 
+def soak_speeds(reading: float, average: float) -> str:
+    """Say how fast the reads of a soak were, in GB/s, and how fast all of it was."""
+    numbers = (f"{speed:.2f}" if speed >= 0.1 else f"{speed:.2g}" for speed in (reading, average))
+    return "{} GB/s while reading, {} GB/s over all".format(*numbers)
+
+
+def _gb_per_s(nbytes: int, seconds: float) -> float:
+    return nbytes / max(seconds, 1e-9) / 1e9
+
+
 def soak(
     open_link: Callable[[], Link], case: Case, duration_s: float, rate_bytes: float | None, tell: Callable[[str], None]
-) -> SoakReport:
+) -> PacedSoakReport:
     """Read and verify for a long time; a failed read is counted, and the link opened anew.
 
     Args:
@@ -189,9 +206,10 @@ def soak(
             if tenth > told:
                 told = tenth
                 start = resources() if tenth == 1 else start
-                tell(
-                    f"{now_s - began_s:.0f} s: {len(times)} reads, {sum(failures.values())} failed, {len(wrong)} wrong"
-                )
+                done = len(times) * case.shape.nbytes
+                speeds = soak_speeds(_gb_per_s(done, sum(times)), _gb_per_s(done, now_s - began_s))
+                counts = f"{len(times)} reads, {sum(failures.values())} failed, {len(wrong)} wrong"
+                tell(f"{now_s - began_s:.0f} s: {counts}, {speeds}")
             try:
                 measured, mismatch = link.read_and_verify(replace(case, seed=len(times) % 16 + 1))
             except KVRDMAError as error:
@@ -210,9 +228,9 @@ def soak(
     micros = np.sort(np.asarray(times or [0.0]))
     marks = {f"{p:g}": round(_at(micros, p) * 1e3, 3) for p in _PERCENTS} | {"max": round(float(micros[-1]) * 1e3, 3)}
     nbytes = len(times) * case.shape.nbytes
-    speed = round(nbytes / max(sum(times), 1e-9) / 1e9, 4)
+    speed, average = (round(_gb_per_s(nbytes, time_s), 4) for time_s in (sum(times), seconds))
     growth = end[0] - start[0], end[1] - start[1]
-    return SoakReport(round(seconds, 3), len(times), nbytes, failures, wrong, speed, marks, *growth)
+    return PacedSoakReport(round(seconds, 3), len(times), nbytes, failures, wrong, speed, marks, *growth, average)
 
 
 def _open_again(open_link: Callable[[], Link], old: Link, failures: dict[str, int]) -> Link:

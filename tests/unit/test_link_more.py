@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,15 @@ from click.testing import CliRunner
 
 from kvrdma.bench import link_more
 from kvrdma.bench.link import Link, LinkOptions
-from kvrdma.bench.link_more import chaos, latency_report, measure_latency, measure_reverse, measure_streams, soak
+from kvrdma.bench.link_more import (
+    chaos,
+    latency_report,
+    measure_latency,
+    measure_reverse,
+    measure_streams,
+    soak,
+    soak_speeds,
+)
 from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.spawned_peer import LocalControl
@@ -118,8 +127,21 @@ def test_a_soak_counts_failures_and_goes_on(peer: LinkPeer, monkeypatch: pytest.
 
 
 def test_a_soak_keeps_to_its_rate(peer: LinkPeer) -> None:
-    report = soak(lambda: new_link(peer), CASE, 0.5, 20 * CASE.shape.nbytes, lambda _: None)
+    told: list[str] = []
+    report = soak(lambda: new_link(peer), CASE, 0.5, 20 * CASE.shape.nbytes, told.append)
     assert 1 <= report.reads <= 0.5 * 20 + 2
+    assert report.average_gb_per_s == pytest.approx(report.nbytes / report.seconds / 1e9, abs=1e-4)
+    assert report.gb_per_s > report.average_gb_per_s, "pauses are no part of the time of the reads"
+    assert all(re.search(r"0 wrong, \S+ GB/s while reading, \S+ GB/s over all$", line) for line in told)
+
+
+def test_both_speeds_of_a_soak_are_named() -> None:
+    assert soak_speeds(8.258, 0.2) == "8.26 GB/s while reading, 0.20 GB/s over all"
+    assert soak_speeds(0.0, 0.0012) == "0 GB/s while reading, 0.0012 GB/s over all"
+    small = ["--transport", "memory", "--nbytes", "64K", "--block", "4K", "--iters", "1", "--pattern", "contig"]
+    shown = CliRunner().invoke(main, ["link-test", *small, "--soak", "200ms", "--rate", "0.001"])
+    assert shown.exit_code == 0, shown.output
+    assert re.search(r"^soak: .* GB/s while reading, \S+ GB/s over all, p99", shown.stdout, re.MULTILINE)
 
 
 def test_chaos_needs_an_error_and_a_recovery(peer: LinkPeer) -> None:
@@ -145,6 +167,7 @@ def test_the_command_does_all_of_it_and_saves(tmp_path: Path) -> None:
     assert report == json.loads(done.stdout)
     assert {"reverse", "streams", "latency", "soak", "chaos"} < set(report)
     assert report["chaos"]["error"] == "PeerLostError"
+    assert report["soak"]["average_gb_per_s"] < report["soak"]["gb_per_s"]
     assert report["soak"]["reads"] * 65536 <= 0.01e9 * 0.2 + 2 * 65536
     plain = CliRunner().invoke(main, ["link-test", "--transport", "memory", "--latency", "64", "--direction", "both",
                                       "--nbytes", "64K", "--block", "4K", "--iters", "2"])  # fmt: skip
