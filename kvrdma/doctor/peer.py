@@ -14,7 +14,16 @@ from kvrdma.bench.link import Link, LinkOptions
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.spawned_peer import EstablishedControl
 from kvrdma.config import Config
-from kvrdma.errors import KVRDMAError, MessageError, ReadTimeoutError
+from kvrdma.errors import (
+    AuthenticationError,
+    KVRDMAError,
+    MessageError,
+    PeerIdentityError,
+    PeerPermissionError,
+    ProtocolVersionError,
+    ReadTimeoutError,
+    UnreachableError,
+)
 from kvrdma.finding import Finding, green, red, yellow
 from kvrdma.host import HostView
 from kvrdma.sidechannel import Endpoint, SideChannelClient
@@ -26,6 +35,14 @@ _LOOPBACK_MTU = 65535
 _ASK_S = 60.0
 """To describe a host, every transport is opened there."""
 _FAR_S = 0.020
+_START = "start `kvrdma link-test serve --bind ADDRESS:PORT` there"
+_CURES = {
+    "cannot be looked up": "correct the name, or give the address of that host",
+    "nobody listens": f"{_START}; open the port in its firewall",
+    "its process has ended": f"look at what it said last; {_START}",
+    "gave no answer": f"look at what it said last; {_START}",
+}
+_ONE_HOST = "not between hosts"
 
 
 def examine_peer(host: HostView, endpoint: Endpoint, config: Config) -> list[Finding]:
@@ -43,8 +60,21 @@ def examine_peer(host: HostView, endpoint: Endpoint, config: Config) -> list[Fin
             found += [*_versions(ours, theirs), *_ports(ours, theirs), *_mtus(_route(endpoint)[1], theirs)]
             return found + _reads(EstablishedControl(client), config, ours, theirs)
     except KVRDMAError as error:
-        fix = "start `kvrdma link-test serve --bind ADDRESS:PORT` there, with the same KVRDMA_SECRET; open the port"
-        return [red("peer", f"{endpoint}: {error}", "engines meet their peers in the same way", fix)]
+        return [red("peer", f"{endpoint}: {error}", "engines meet their peers in the same way", _cure(error))]
+
+
+def _cure(error: KVRDMAError) -> str:
+    """Say what makes a peer answer that did not."""
+    if isinstance(error, AuthenticationError):
+        return "export the same KVRDMA_SECRET here and there; a server reads it when it starts"
+    if isinstance(error, ProtocolVersionError):
+        return "install the same kvrdma on both"
+    if not isinstance(error, UnreachableError | MessageError):
+        return "what the message says; run kvrdma doctor on both hosts"
+    for said, cure in _CURES.items():
+        if said in str(error):
+            return cure
+    return "give the port of a `kvrdma link-test serve`, which it prints when it starts: another program has this one"
 
 
 def _reached(client: SideChannelClient, config: Config) -> Finding:
@@ -163,28 +193,39 @@ def _reads(
     for name in sorted(installed_transports()):
         missing = [side for side, facts in (("here", ours), ("there", theirs)) if name not in facts.transports]
         if missing:
-            why = (ours if missing[0] == "here" else theirs).refused.get(name, "not installed")
-            found.append(
-                yellow(f"peer by {name}", f"not {missing[0]}: {why}", "both ends need it", f"see {missing[0]}")
-            )
+            found.append(_missing(name, missing[0], ours if missing[0] == "here" else theirs))
             continue
         finding = _read_both_ways(control, name, options)
+        if finding is None:
+            continue
         carried = carried or finding.level == "green"
         found.append(finding)
-    # A transport for one host only, or one process only, fails between hosts as it should.
+    # A transport for one host only fails between hosts as it should.
     if carried:
         found = [replace(f, level="green", why="", fix="") if f.level == "red" and _is_near(f) else f for f in found]
     return found
 
 
+def _missing(name: str, side: str, facts: wire.HostDescribed) -> Finding:
+    """Say that a transport is not usable on one side, and which check of that host says more."""
+    where = "above, or without --quiet" if side == "here" else "that runs there"
+    fix = f"see `transport {name}` of the kvrdma doctor {where}"
+    why = "reads need it on both ends; other transports are used"
+    return yellow(f"peer by {name}", f"not {side}: {facts.refused.get(name, 'not installed')}", why, fix)
+
+
 def _is_near(finding: Finding) -> bool:
-    return finding.found.startswith("reaches only")
+    return finding.found.startswith(_ONE_HOST)
 
 
-def _read_both_ways(control: EstablishedControl, name: str, options: LinkOptions) -> Finding:
+def _read_both_ways(control: EstablishedControl, name: str, options: LinkOptions) -> Finding | None:
+    """Read by one transport; nothing where it reaches no other process, which says nothing of a peer."""
     check = f"peer by {name}"
     transport = open_transport(name, require_one_sided=options.require_one_sided)
     reach = transport.capabilities().reach
+    if reach == "process":
+        transport.close()
+        return None
     try:
         link = Link(control, transport, _PROBE.shape.pool_nbytes, options)
     except KVRDMAError as error:
@@ -204,8 +245,12 @@ def _read_both_ways(control: EstablishedControl, name: str, options: LinkOptions
 
 
 def _failed(check: str, reach: str, error: KVRDMAError) -> Finding:
-    if reach != "network":
-        return red(check, f"reaches only the same {reach}: {error}", "the peer is elsewhere", "use another transport")
+    if reach == "host" and isinstance(error, PeerIdentityError):
+        found = f"{_ONE_HOST}: it reads within one host only, and the peer is on another"
+        return red(check, found, "no transport reads from this peer", "a network transport on both: ucx or verbs")
+    if isinstance(error, PeerPermissionError):
+        why = "processes of this host cannot read from one another this way"
+        return red(check, str(error), why, "kvrdma doctor on both: ptrace, pid namespace, process_vm_readv")
     if isinstance(error, ReadTimeoutError):
         why = "small messages pass and large ones do not: different MTUs, or a firewall between the data ports"
         return red(check, str(error), why, "compare MTUs; let all TCP ports pass between the hosts")

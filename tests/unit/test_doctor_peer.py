@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from collections.abc import Iterator
 
 import msgspec
@@ -14,8 +15,15 @@ from kvrdma.bench.link_peer import LinkPeer
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.spawned_peer import LocalControl
 from kvrdma.config import Config
-from kvrdma.doctor.peer import _mtus, _ports, _versions, examine_peer
-from kvrdma.errors import ConfigError
+from kvrdma.doctor.peer import _cure, _failed, _is_near, _missing, _mtus, _ports, _versions, examine_peer
+from kvrdma.errors import (
+    ConfigError,
+    MessageError,
+    PeerIdentityError,
+    PeerPermissionError,
+    ProtocolVersionError,
+    UnreachableError,
+)
 from kvrdma.finding import Finding
 from kvrdma.host import HostView
 from kvrdma.sidechannel import Endpoint, SideChannelServer
@@ -49,16 +57,59 @@ def test_a_peer_is_read_in_both_directions_by_each_transport(server: SideChannel
     reads = findings["peer by ucx"].found
     assert "reads from there by" in reads
     assert "reads from here by" in reads
+    assert "peer by memory" not in findings, "it reaches no other process by its nature"
 
 
-def test_nobody_there_or_another_secret_is_red(server: SideChannelServer) -> None:
-    (finding,) = examine_peer(HostView(), server.endpoint, Config(secret="quite another secret"))
-    assert finding.level == "red"
-    assert "KVRDMA_SECRET" in finding.found
+def test_nobody_there_or_another_secret_is_red_and_each_has_its_own_cure(server: SideChannelServer) -> None:
+    for secret in ("quite another secret", None):
+        (finding,) = examine_peer(HostView(), server.endpoint, Config(secret=secret))
+        assert finding.level == "red"
+        assert "KVRDMA_SECRET" in finding.found
+        assert "export the same KVRDMA_SECRET here and there" in finding.fix
+        assert "open the port" not in finding.fix
     endpoint = server.endpoint
     server.close()
     (finding,) = examine_peer(HostView(), endpoint, Config(control_timeout_s=0.2))
     assert "nobody listens" in finding.found
+    assert "start `kvrdma link-test serve" in finding.fix
+    assert "KVRDMA_SECRET" not in finding.fix
+
+
+def test_where_something_else_listens_the_port_is_to_be_corrected() -> None:
+    def store(message: wire.Message) -> wire.Message:
+        raise MessageError("a store listens here")
+
+    serving = SideChannelServer(Endpoint("127.0.0.1", 0), store)
+    (finding,) = examine_peer(HostView(), serving.endpoint, Config())
+    serving.close()
+    assert "give the port of a `kvrdma link-test serve`" in finding.fix
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = Endpoint("127.0.0.1", other.getsockname()[1])
+        (finding,) = examine_peer(HostView(), endpoint, Config(control_timeout_s=0.2))
+    assert "give the port of a `kvrdma link-test serve`" in finding.fix
+
+
+def test_other_faults_of_a_peer_have_their_cures() -> None:
+    assert "same kvrdma" in _cure(ProtocolVersionError("it speaks control protocol 9"))
+    assert "correct the name" in _cure(UnreachableError("host 'x' cannot be looked up"))
+    assert "said last" in _cure(UnreachableError("x gave no answer within 5 s"))
+    assert "run kvrdma doctor" in _cure(ConfigError("a pool was asked for"))
+
+
+def test_a_transport_that_one_side_lacks_is_looked_up_by_name() -> None:
+    here, there = (_missing("verbs", side, host(refused={"verbs": "no port"})) for side in ("here", "there"))
+    assert (here.level, here.found) == ("yellow", "not here: no port")
+    assert "`transport verbs` of the kvrdma doctor above" in here.fix
+    assert "`transport verbs` of the kvrdma doctor that runs there" in there.fix
+
+
+def test_a_transport_of_one_host_is_not_blamed_for_a_peer_on_another() -> None:
+    elsewhere = _failed("peer by cma", "host", PeerIdentityError("process 1 runs on another host"))
+    assert elsewhere.found == "not between hosts: it reads within one host only, and the peer is on another"
+    assert _is_near(elsewhere)
+    denied = _failed("peer by cma", "host", PeerPermissionError("the memory of 1 cannot be read"))
+    assert not _is_near(denied)
+    assert "ptrace" in denied.fix
 
 
 def levels(found: list[Finding]) -> list[str]:
