@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from rich.text import Text
 from kvrdma import __version__
 from kvrdma.cli.terminal import Terminal
 from kvrdma.plan.planner import PageReshape
-from kvrdma.plan.report import Link, Pair, RankReport, owners
+from kvrdma.plan.report import Link, Pair, RankReport, owners, report_pair
 from kvrdma.topology import EngineShape, RankId
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_white", "bright_black")
@@ -203,6 +205,20 @@ def advice(pair: Pair, reports: Sequence[RankReport], link: Link) -> list[str]:
             "whole and none is put together from parts"
         )
     cause = f"{slowest.rows:,} rows take {rows:.2f} ms, the bytes only {wire:.2f} ms"
-    cure = f"blocks of {_GOOD_BLOCK} tokens on both sides divide the rows by {_GOOD_BLOCK / small:g}"
+    block, advised = _advised(pair)
+    if advised < slowest.rows:
+        by = f"{slowest.rows / advised:.3g}, to {advised:,}"
+        cure = f"blocks of {block} tokens on both sides divide the rows by {by}"
+    else:
+        cure = f"blocks of {block} tokens on both sides do not make them fewer"
     lines.append(f"with fragmented blocks of {small} tokens the link waits for rows ({cause}): {cure}")
     return lines
+
+
+def _advised(pair: Pair) -> tuple[int, int]:
+    """Give the size of larger blocks, the same on both sides, and the most rows of a rank that is planned with them."""
+    runs = math.lcm(*(shape.interleave for shape in (pair.consumer, pair.producer) if shape.dcp_size > 1))
+    block = -(-_GOOD_BLOCK // runs) * runs
+    consumer, producer = (replace(cache, block_size=block) for cache in (pair.consumer_cache, pair.producer_cache))
+    larger = replace(pair, consumer_cache=consumer, producer_cache=producer)
+    return block, max(report.rows for report in report_pair(larger))

@@ -112,7 +112,7 @@ def test_words_time_and_advice() -> None:
     assert (
         "advice: with fragmented blocks of 16 tokens the link waits for rows (16,384 rows take 9.83 ms, the " in output
     )
-    assert "bytes only 5.37 ms): blocks of 64 tokens on both sides divide the rows by 4" in output
+    assert "bytes only 5.37 ms): blocks of 64 tokens on both sides divide the rows by 4, to 4,096" in output
     assert "10.10 ms with fragmented ones" in output
     assert "advice: equal blocks on both sides (producer 16, consumer 64 tokens): then" in output
     assert output.index("equal blocks") < output.index("with fragmented blocks of 16")
@@ -120,6 +120,31 @@ def test_words_time_and_advice() -> None:
     assert "advice" not in big
     assert "time at 50 GB/s" in big
     assert "none: every row lands in its final place" in run().output
+
+
+@pytest.mark.parametrize(
+    ("args", "block"),
+    [
+        (("--p-tp", "2", "--d-tp", "2", "--p-block", "24"), 64),
+        (("--p-tp", "2", "--p-dcp", "2", "--interleave", "24", "--p-block", "24", "--d-block", "16"), 72),
+        (EXAMPLE, 64),
+    ],
+)
+def test_the_advised_blocks_have_the_rows_that_are_promised(args: tuple[str, ...], block: int) -> None:
+    found = as_json(*args)
+    now, then = (
+        max(sum(source["rows"] for source in rank["sources"]) for rank in ranks)
+        for ranks in (found["ranks"], as_json(*args, "--p-block", f"{block}", "--d-block", f"{block}")["ranks"])
+    )
+    promised = f"blocks of {block} tokens on both sides divide the rows by {now / then:.3g}, to {then:,}"
+    assert found["advice"][-1].endswith(promised)
+
+
+def test_larger_blocks_are_not_advised_where_rows_stay() -> None:
+    """In pages of tokens first, half of the heads is a row for each token."""
+    assert as_json("--p-layout", "NHD", "--d-tp", "2")["advice"][-1].endswith(
+        "blocks of 64 tokens on both sides do not make them fewer"
+    )
 
 
 @pytest.mark.parametrize(
