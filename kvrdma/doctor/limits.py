@@ -31,12 +31,16 @@ def _limit(host: HostView, name: str) -> str:
     return ""
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 20} MiB" if nbytes and not nbytes % (1 << 20) else f"{nbytes >> 10} KiB"
+
+
 def _memlock(host: HostView) -> Finding:
     limit = _limit(host, "Max locked memory")
-    if limit == "unlimited" or _has(host, _CAP_IPC_LOCK):
-        return green("memlock", limit if limit == "unlimited" else f"{limit}, and CAP_IPC_LOCK lifts it")
     nbytes = int(limit) if limit.isdecimal() else 0
-    found = f"{nbytes >> 10} KiB" if limit else "unknown"
+    found = _size(nbytes) if limit.isdecimal() else limit or "unknown"
+    if limit == "unlimited" or _has(host, _CAP_IPC_LOCK):
+        return green("memlock", limit if limit == "unlimited" else f"{found}, and CAP_IPC_LOCK lifts it")
     why = "registering memory for RDMA pins it: beyond this limit registration fails ('Cannot allocate memory')"
     fix = "ulimit -l unlimited (/etc/security/limits.d, systemd: LimitMEMLOCK=infinity; container: --ulimit memlock=-1)"
     rdma = bool(host.entries(host.sys / "class/infiniband"))

@@ -208,6 +208,8 @@ def _reads(
 
 def _missing(name: str, side: str, facts: wire.HostDescribed) -> Finding:
     """Say that a transport is not usable on one side, and which check of that host says more."""
+    if name == "verbs" and not facts.ports:
+        return green(f"peer by {name}", f"not {side}: no RDMA device {side}, other transports are used")
     where = "above, or without --quiet" if side == "here" else "that runs there"
     fix = f"see `transport {name}` of the kvrdma doctor {where}"
     why = "reads need it on both ends; other transports are used"

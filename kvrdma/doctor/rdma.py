@@ -116,7 +116,7 @@ def check_rdma(host: HostView) -> list[Finding]:
 
 def _none(host: HostView) -> Finding:
     cards = [d for d in pci_devices(host) if _is_nic(d)]
-    why = "without RDMA reads go over tcp, and the CPU of the peer serves them"
+    why = "without RDMA reads to other hosts go over tcp, and the CPU of the peer serves them"
     if cards:
         return red(
             "rdma nics",

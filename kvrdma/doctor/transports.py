@@ -29,13 +29,18 @@ def check_transports(host: HostView) -> list[Finding]:
         if host.live:
             found, reach = _opened(name)
             reaches.add(reach)
-            better = next((each for each in own if each.found == found.found), None)
-            if better is not None:  # the same, from one who knows more of it
+            better = next((each for each in own if _says_the_same(each, found)), None)
+            if better is not None:  # from one who knows more of it
                 own.remove(better)
                 found = replace(better, check=found.check)
             findings.append(replace(found, found=found.found.removeprefix(f"{name}: ")))
         findings += own
     return findings + (_reached(reaches) if host.live else [])
+
+
+def _says_the_same(own: Finding, opened: Finding) -> bool:
+    """Whether a transport's own check is of what came out when it was opened."""
+    return own.found == opened.found or (own.check == opened.check and opened.level != "green")
 
 
 def _named(host: HostView) -> list[Finding]:
@@ -88,7 +93,10 @@ def _opened(name: str) -> tuple[Finding, str]:
     try:
         transport = open_transport(name)
     except TransportError as error:
-        why, fix = "not usable on this host: others are used", "nothing, unless this host is meant to have it"
+        why, fix = (
+            "not usable on this host: others are used",
+            "what it says; docs/troubleshooting.md explains each message",
+        )
         return yellow(check, str(error), why, fix), ""
     able = transport.capabilities()
     details = ", ".join(f"{key}: {value}" for key, value in able.details.items())

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kvrdma.cli import main
 from kvrdma.doctor.checks import examine
 from kvrdma.doctor.gpus import gpus, nearest
+from kvrdma.doctor.limits import check_limits
 from kvrdma.doctor.pci import PciDevice, distance
 from kvrdma.doctor.rdma import rdma_ports
 from kvrdma.doctor.software import check_software
@@ -113,6 +114,28 @@ def test_a_card_without_driver_is_not_taken_for_none(tmp_path: Path) -> None:
     found = by_check(examine(host))["rdma nics"]
     assert found.level == "red"
     assert "0000:00:03.0" in found.found
+
+
+def test_reads_within_a_host_without_nic_are_not_said_to_be_slow(tmp_path: Path) -> None:
+    assert "reads to other hosts go over tcp" in by_check(examine(build("vm", tmp_path)))["rdma nics"].why
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "says"),
+    [
+        ("8388608", 1 << 14, "8 MiB, and CAP_IPC_LOCK lifts it"),
+        ("8388608", 0, "8 MiB"),
+        ("65536", 0, "64 KiB"),
+        ("0", 0, "0 KiB"),
+        ("unlimited", 0, "unlimited"),
+    ],
+)
+def test_the_limit_of_locked_memory_has_a_unit(limit: str, capabilities: int, says: str, tmp_path: Path) -> None:
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/limits").write_text(f"Max locked memory         {limit}    {limit}    bytes\n")
+    (tmp_path / "self/status").write_text(f"CapEff:\t{capabilities:016x}\n")
+    found = by_check(check_limits(HostView(sys=tmp_path, proc=tmp_path)))["memlock"]
+    assert found.found == says
 
 
 def test_settings_that_cannot_be_read_are_red(tmp_path: Path) -> None:

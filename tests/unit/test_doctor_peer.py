@@ -97,10 +97,11 @@ def test_other_faults_of_a_peer_have_their_cures() -> None:
 
 
 def test_a_transport_that_one_side_lacks_is_looked_up_by_name() -> None:
-    here, there = (_missing("verbs", side, host(refused={"verbs": "no port"})) for side in ("here", "there"))
+    here, there = (_missing("verbs", side, host(IB, refused={"verbs": "no port"})) for side in ("here", "there"))
     assert (here.level, here.found) == ("yellow", "not here: no port")
     assert "`transport verbs` of the kvrdma doctor above" in here.fix
     assert "`transport verbs` of the kvrdma doctor that runs there" in there.fix
+    assert _missing("verbs", "there", host()).level == "green", "no device there is no fault"
 
 
 def test_a_transport_of_one_host_is_not_blamed_for_a_peer_on_another() -> None:

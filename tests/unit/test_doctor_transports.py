@@ -99,3 +99,18 @@ def test_transports_that_are_set_have_to_exist(text: str, level: str, says: str,
     host = HostView(saved.sys, saved.proc, saved.dev, {"KVRDMA_TRANSPORTS": text})
     found: list[Finding] = [each for each in check_transports(host) if each.check == "KVRDMA_TRANSPORTS"]
     assert [(each.level, each.found) for each in found] == [(level, says)]
+
+
+@pytest.mark.parametrize(("devices", "level"), [((), "green"), (("mlx5_0",), "yellow")])
+def test_verbs_without_any_rdma_device_is_no_fault(
+    devices: tuple[str, ...], level: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for device in devices:
+        (tmp_path / "class/infiniband" / device).mkdir(parents=True)
+    monkeypatch.setattr(HostView, "live", True)
+    monkeypatch.setattr(transports, "open_transport", opening("memory"))
+    findings = check_transports(HostView(sys=tmp_path, environ={}))
+    (verbs,) = [each for each in findings if each.check == "transport verbs"]
+    assert verbs.level == level
+    assert ("nothing to do" in verbs.found) == (not devices)
+    assert "nothing" not in verbs.fix

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvrdma.compiled import why_missing
 from kvrdma.errors import BlobError, ConfigError, PeerLostError, RegistrationError, TransportUnavailableError
+from kvrdma.finding import Finding, green
 from kvrdma.rows import as_rows
 from kvrdma.transport import (
     Capabilities,
@@ -26,6 +27,7 @@ from kvrdma_verbs.devices import choose_lanes, find_ports, own_hosts
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvrdma.host import HostView
     from kvrdma.rows import Rows
 
 _MAX_QUEUES = 8
@@ -85,6 +87,14 @@ class VerbsTransport:
         self._regions: dict[int, Region] = {}
         self._peers: dict[PeerId, Peer] = {}
         self._finalizer = weakref.finalize(self, self._core.close)
+
+    @staticmethod
+    def diagnose(host: HostView) -> list[Finding]:
+        """Tell a host without any RDMA device, which is no fault, from one whose devices do not open."""
+        if host.entries(host.sys / "class/infiniband"):
+            return []
+        said = "no RDMA device on this host, so not usable; nothing to do, unless the host is meant to have one"
+        return [green("transport verbs", said)]
 
     def capabilities(self) -> Capabilities:
         """Say which ports are used."""
