@@ -17,6 +17,8 @@ from kvrdma.cli.terminal import Terminal
 
 _PLAIN_WIDTH = 120
 _MIN_WIDTH = 80
+_UNSTEADY = 3.0
+"""A best read so many times faster than the median says something of the hour, not of the link."""
 _LEGEND = (
     "connect: exchange of keys until the peer can be read. first read: the first rows after that, with all set-up.",
     "Table: medians. posted: rows after merging adjacent ones. held: how long posting a read held its caller.",
@@ -69,6 +71,8 @@ def print_result(result: LinkResult, request: str) -> None:
         console.print(f"UCX {report.ucx['version']} from {report.ucx['library']}", highlight=False)
     console.print(f"connect {report.connect_ms:.1f} ms, first read {report.first_read_ms:.1f} ms")
     console.print(_table(report.cases))
+    if note := unsteady(report.cases):
+        console.print(note, style="yellow", highlight=False)
     for line in _LEGEND:
         console.print(line, style="dim", highlight=False)
     if request:
@@ -99,6 +103,18 @@ def _cells(case: CaseReport) -> tuple[str, ...]:
         f"{case.blocking_us.median:.0f}",
         f"{case.memcpy_ratio:.2f}x",
         "verified" if case.verified else "[bold red]WRONG[/]",
+    )
+
+
+def unsteady(cases: Sequence[CaseReport]) -> str:
+    """Say that rows of the table are slower than the link can be, or ``""``."""
+    ratios = [case.gb_per_s.best / case.gb_per_s.median for case in cases if case.gb_per_s.median]
+    rows = sum(ratio > _UNSTEADY for ratio in ratios)
+    if not rows:
+        return ""
+    which = "a row is" if rows == 1 else f"{rows} rows are"
+    return (
+        f"{which} unsteady, best up to {max(ratios):.0f} times GB/s; something may have kept the host busy: repeat it"
     )
 
 

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 
 from kvrdma.bench import link, room
 from kvrdma.bench.patterns import Shape
-from kvrdma.cli import main
+from kvrdma.bench.report import CaseReport, Stat
+from kvrdma.cli import link_report, main
 from kvrdma.cli.link_options import Size, read_options
-from kvrdma.cli.link_report import size_text
+from kvrdma.cli.link_report import size_text, unsteady
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError
 from tests.helpers.link_cli import SMALL, failure, values
@@ -117,6 +118,25 @@ def test_running_out_of_memory_is_2(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert Size().convert(text, None, None) == nbytes
+
+
+def test_rows_far_below_their_best_are_named() -> None:
+    def row(best: float, median: float) -> CaseReport:
+        return CaseReport("contig", 8, 1, 1, 8, True, Stat(1, 1), Stat(1, 1), Stat(best, median), 1, 1)
+
+    assert unsteady([row(3.0, 1.0), row(1.0, 1.0), row(0.0, 0.0)]) == ""
+    assert unsteady([row(7.63, 0.21), row(1.0, 1.0)]).startswith("a row is unsteady, best up to 36 times GB/s; ")
+    assert unsteady([row(7.63, 0.21), row(4.0, 1.0)]).startswith("2 rows are unsteady, best up to 36 times")
+
+
+@pytest.mark.parametrize("factor", [0.5, 1e9])
+def test_the_note_on_unsteady_rows_is_for_people_only(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_report, "_UNSTEADY", factor)
+    shown, told = (
+        CliRunner().invoke(main, ["link-test", "--transport", "memory", *SMALL, *words]) for words in ((), ("--json",))
+    )
+    assert (shown.exit_code, told.exit_code) == (0, 0), shown.output + told.output
+    assert ("unsteady" in shown.stdout, "unsteady" in told.output) == (factor < 1, False)
 
 
 def test_sizes_are_written() -> None:
