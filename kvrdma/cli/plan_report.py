@@ -19,6 +19,8 @@ from kvrdma.topology import EngineShape, RankId
 
 _COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_white", "bright_black")
 _MAX_COLUMNS, _MAX_WIDTH, _MAX_HEADS = 32, 96, 16
+_FRAME = 3
+"""Lines beside and between the two columns of a drawing."""
 _MAX_SINGLE = 8
 """More ranks than these are shown in groups of equal ones."""
 _MAX_DRAWN = 4
@@ -71,7 +73,7 @@ def print_plan(pair: Pair, reports: Sequence[RankReport], link: Link, *, every: 
     console.print(_summary(pair, groups))
     drawn = groups if every else groups[: _MAX_SINGLE if len(reports) <= _MAX_SINGLE else _MAX_DRAWN]
     for group in drawn:
-        console.print(_drawing(pair, group[0]))
+        console.print(_drawing(pair, group[0], console.width))
     if sum(len(group) for group in groups) > len(drawn):
         console.print(f"({len(drawn)} of {len(reports)} consumer ranks are drawn: --all draws all)")
     best, worst = _times_ms(reports, link)
@@ -129,10 +131,12 @@ def _read_from(pair: Pair, sources: Sequence[Any]) -> tuple[Text, str]:
     return Text(ranks_text(numbers), style=style), (f"{each} of " if each < hi - lo else "") + f"{lo}..{hi - 1}"
 
 
-def _drawing(pair: Pair, report: RankReport) -> Table:
+def _drawing(pair: Pair, report: RankReport, room: int) -> Table:
     """Heads down, tokens across; each cell is the producer rank its bytes come from, a dot for none."""
+    lo, hi = pair.consumer.heads(report.rank.rank)
+    room -= max(len("head"), len(str(hi - 1))) + _FRAME
     width = 1 + max((len(str(_number(pair.producer, s.source.rank))) for s in report.sources), default=1)
-    columns = min(_MAX_COLUMNS, _MAX_WIDTH // width)
+    columns = max(1, min(_MAX_COLUMNS, min(_MAX_WIDTH, room) // width))
     split = [shape.interleave for shape in (pair.consumer, pair.producer) if shape.dcp_size > 1]
     start, end = pair.tokens.start, pair.tokens.end
     step = max(1, min(split) if split else -(-(end - start) // columns))
@@ -143,7 +147,6 @@ def _drawing(pair: Pair, report: RankReport) -> Table:
     shown = f"tokens {start}..{min(int(positions[-1]) + step, end) - 1}" if len(positions) else "no tokens"
     table.add_column(shown)
     dcp = owners(pair, report.rank, positions).tolist()
-    lo, hi = pair.consumer.heads(report.rank.rank)
     for head in range(lo, min(hi, lo + _MAX_HEADS)):
         table.add_row(str(head), _line(pair, report, head, dcp, width))
     if hi - lo > _MAX_HEADS:

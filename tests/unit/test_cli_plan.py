@@ -22,8 +22,8 @@ EXAMPLE = [
 ]
 
 
-def run(*args: str) -> Result:
-    return CliRunner().invoke(plan_command, list(args), env={"COLUMNS": "200"})
+def run(*args: str, columns: int = 200) -> Result:
+    return CliRunner().invoke(plan_command, list(args), env={"COLUMNS": f"{columns}"})
 
 
 def as_json(*args: str) -> dict[str, Any]:
@@ -207,6 +207,14 @@ def test_numbers_of_two_digits_stay_apart() -> None:
     output = run("--p-tp", "16", "--kv-heads", "16", "--tokens", "64").output
     (line,) = [text for text in output.splitlines() if text.startswith("│  10│")]
     assert line.split("│")[2].split() == ["10"] * 32
+
+
+@pytest.mark.parametrize(("columns", "cells"), [(80, 24), (100, 31), (200, 32)])
+def test_a_drawing_keeps_to_the_width(columns: int, cells: int) -> None:
+    lines = run("--p-tp", "16", "--d-tp", "4", "--kv-heads", "8", columns=columns).output.splitlines()
+    (row,) = [line for line in lines if line.startswith("│   5│")]
+    after = lines[lines.index(row) + 1]
+    assert (row.split("│")[2].split(), after[0]) == (["10"] * cells, "└")
 
 
 def test_equal_ranks_are_shown_once_and_all_on_demand() -> None:
