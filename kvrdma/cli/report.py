@@ -78,6 +78,8 @@ def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
             write_png(charts, png)
         for finding in verdict:
             click.echo(f"{finding.level}: {finding.check}: {finding.found}")
+            if finding.why:
+                click.echo(f"  {finding.why}; {finding.fix}")
         click.echo(f"written: {html}{f', {png}' if png else ''}")
 
     run("report", work, as_json=False)

@@ -63,7 +63,7 @@ def by_check(findings: list[Finding]) -> dict[str, Finding]:
 def test_a_verdict_compares_with_the_link_the_other_run_and_computing_again() -> None:
     found = by_check(verdict_of([link(), link("before", (20.0, 40.0))], Yardsticks(link_gbit=400)))
     assert found["bytes"].level == "green"
-    assert found["link rate"].found == "40.00 GB/s, 80% of 400 Gbit/s"
+    assert found["link rate"].found == "40.00 GB/s, 80% of 400 Gbit/s (median of fragmented 64 KiB)"
     assert found["link rate"].level == "green"
     assert found["against the other run"].level == "yellow"
     assert "fragmented 4 KiB 0.50x, fragmented 64 KiB 1.00x" in found["against the other run"].found
@@ -166,12 +166,28 @@ def test_the_command_writes_a_page_and_a_picture(tmp_path: Path) -> None:
     words = ["report", str(path), "--html", str(tmp_path / "r.html"), "--link-gbit", "400"]
     ended = CliRunner().invoke(main, words)
     assert ended.exit_code == 0, ended.output
-    assert "green: link rate: 40.00 GB/s, 80% of 400 Gbit/s" in ended.output
+    assert "green: link rate: 40.00 GB/s, 80% of 400 Gbit/s (median of fragmented 64 KiB)\n" in ended.output
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
     pytest.importorskip("matplotlib", reason="needs the extra report")
     ended = CliRunner().invoke(main, [*words, "--png", str(tmp_path / "r.png")])
     assert ended.exit_code == 0, ended.output
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_why_a_finding_is_not_green(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(link(verified=False).report))
+    ended = CliRunner().invoke(main, ["report", str(path), "--html", str(tmp_path / "r.html")])
+    assert ended.exit_code == 0, ended.output
+    lines = ended.output.splitlines()
+    rate = lines.index("yellow: link rate: 40.00 GB/s (median of fragmented 64 KiB)")
+    why = "  without the link's rate nobody knows what it should be; give --link-gbit (kvrdma doctor prints the rate)"
+    assert lines[rate + 1] == why
+    assert lines[1] == "  answers would be computed from wrong bytes; kvrdma doctor; report it with this page"
+    assert sum(line.startswith(" ") for line in lines) == sum(line.startswith(("red", "yellow")) for line in lines)
+    path.write_text(json.dumps(bench().report))
+    ended = CliRunner().invoke(main, ["report", str(path), "--html", str(tmp_path / "r.html")])
+    assert "yellow: link rate: 3.00 GB/s (mean of the ranks)\n" in ended.output
 
 
 def test_what_is_no_report_is_refused(tmp_path: Path) -> None:

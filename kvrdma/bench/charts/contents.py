@@ -173,11 +173,27 @@ def _link_split(case: JSON) -> dict[str, float]:
 def speed_of(saved: Saved) -> float | None:
     """Give the GB/s of one rank: the best median of a link test, the mean rank of a benchmark."""
     if saved.kind == "link":
-        return max(float(case["gb_per_s"]["median"]) for case in saved.report["cases"])
+        return float(_fastest(saved)["gb_per_s"]["median"])
     if saved.kind == "bench":
         speeds = [float(rank["gb_per_s"]) for rank in saved.report["ranks"]]
         return sum(speeds) / len(speeds) if speeds else None
     return None
+
+
+def _fastest(saved: Saved) -> JSON:
+    cases: list[JSON] = saved.report["cases"]
+    return max(cases, key=lambda case: float(case["gb_per_s"]["median"]))
+
+
+def _measured(saved: Saved) -> str:
+    """Say what the speed is of."""
+    if saved.kind == "bench":
+        return "mean of the ranks"
+    return f"median of {_case_name(_fastest(saved))}"
+
+
+def _case_name(case: JSON) -> str:
+    return f"{case['pattern']} {mark_text(case['block_bytes'], 'bytes')}"
 
 
 def verdict_of(saved: Sequence[Saved], yardsticks: Yardsticks) -> list[Finding]:
@@ -186,7 +202,7 @@ def verdict_of(saved: Sequence[Saved], yardsticks: Yardsticks) -> list[Finding]:
     found = [_bytes(each) for each in saved if each.kind != "simulate"]
     speed = speed_of(first)
     if speed:
-        found += [_link_rate(speed, yardsticks), _recompute(speed, yardsticks)]
+        found += [_link_rate(speed, _measured(first), yardsticks), _recompute(speed, yardsticks)]
     if len(saved) > 1:
         found += _previous(first, saved[1])
     return found
@@ -199,12 +215,14 @@ def _bytes(saved: Saved) -> Finding:
     return red("bytes", f"{saved.name}: wrong bytes, or not verified", why, "kvrdma doctor; report it with this page")
 
 
-def _link_rate(speed: float, yardsticks: Yardsticks) -> Finding:
+def _link_rate(speed: float, measured: str, yardsticks: Yardsticks) -> Finding:
     if yardsticks.link_gbit is None:
         why = "without the link's rate nobody knows what it should be"
-        return yellow("link rate", f"{speed:.2f} GB/s", why, "give --link-gbit (kvrdma doctor prints the rate)")
+        return yellow(
+            "link rate", f"{speed:.2f} GB/s ({measured})", why, "give --link-gbit (kvrdma doctor prints the rate)"
+        )
     share = speed * 8 / yardsticks.link_gbit
-    text = f"{speed:.2f} GB/s, {share:.0%} of {yardsticks.link_gbit:g} Gbit/s"
+    text = f"{speed:.2f} GB/s, {share:.0%} of {yardsticks.link_gbit:g} Gbit/s ({measured})"
     if share >= 0.8:
         return green("link rate", text)
     why = "a link does 80 to 97 % with large blocks: something else is the limit"
@@ -249,7 +267,7 @@ def _ratios(first: Saved, second: Saved) -> dict[str, float]:
         return {}
     before = {(c["pattern"], c["block_bytes"]): float(c["gb_per_s"]["median"]) for c in second.report["cases"]}
     return {
-        f"{case['pattern']} {mark_text(case['block_bytes'], 'bytes')}": float(case["gb_per_s"]["median"]) / before[key]
+        _case_name(case): float(case["gb_per_s"]["median"]) / before[key]
         for case in first.report["cases"]
         if before.get(key := (case["pattern"], case["block_bytes"]))
     }
