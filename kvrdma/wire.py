@@ -385,4 +385,14 @@ def decode(frame: bytes) -> Message:
         raise MessageError(f"control message cannot be read: {error}") from None
 
 
+def askers_of(message: Message) -> str:
+    """Name for people who sends such a message."""
+    if isinstance(message, OpenLink | DescribeLink | FillPool | CloseLink | PullLink | DescribeHost):
+        return "link tests"
+    if isinstance(message, StoreOffer | StoreLookup | StoreRelease | AskStore):
+        return "users of a store"
+    asks = isinstance(message, DescribeRanks | AnnounceRank | LeaseDone | Heartbeat | Goodbye | DigestRows)
+    return "engines" if asks else "what is itself an answer"
+
+
 _decoder = msgspec.msgpack.Decoder(Message)

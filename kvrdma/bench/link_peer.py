@@ -72,7 +72,9 @@ class LinkPeer:
                 return self._pull(self._link(message.link), message)
             if isinstance(message, wire.DescribeHost):
                 return describe_host()
-        raise MessageError(f"{type(message).__name__} is an answer, not a request")
+        raise MessageError(
+            f"a link test's server listens here, and does not answer {wire.askers_of(message)}: check the port"
+        )
 
     def close(self) -> None:
         """Close every link. Idempotent."""

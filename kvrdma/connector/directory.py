@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping
 
 from kvrdma.errors import IncompatibleError, MessageError
-from kvrdma.wire import DescribeRanks, Message, RankDescription, RanksDescribed
+from kvrdma.wire import DescribeRanks, Message, RankDescription, RanksDescribed, askers_of
 
 
 class RankDirectory:
@@ -30,7 +30,7 @@ class RankDirectory:
             MessageError: a message that a scheduler does not answer.
         """
         if not isinstance(message, DescribeRanks):
-            raise MessageError(f"a scheduler does not answer {type(message).__name__}: ask the rank's mailbox")
+            raise MessageError(f"a scheduler listens here, and does not answer {askers_of(message)}: check the port")
         if message.engine_id != self._engine_id:
             raise IncompatibleError(
                 f"engine {message.engine_id} is asked for, engine {self._engine_id} runs here: it was restarted or "

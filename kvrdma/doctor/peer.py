@@ -55,7 +55,7 @@ def examine_peer(host: HostView, endpoint: Endpoint, config: Config) -> list[Fin
             found = [_reached(client, config)]
             theirs = client.request(wire.DescribeHost(), max(_ASK_S, config.control_timeout_s))
             if not isinstance(theirs, wire.HostDescribed):
-                raise MessageError(f"{endpoint} answered DescribeHost by {type(theirs).__name__}")
+                raise MessageError(f"{endpoint} does not describe its host as a link test's server does")
             ours = describe_host(host)
             found += [*_versions(ours, theirs), *_ports(ours, theirs), *_mtus(_route(endpoint)[1], theirs)]
             return found + _reads(EstablishedControl(client), config, ours, theirs)

@@ -27,6 +27,7 @@ from kvrdma.wire import (
     RankDescription,
     RanksDescribed,
     RowDigests,
+    askers_of,
 )
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
@@ -158,7 +159,7 @@ class Producer:
             return self._describe(message)
         if isinstance(message, AnnounceRank):
             return self._announce(message.rank)
-        raise MessageError(f"an engine listens here, and does not answer {type(message).__name__}: check the port")
+        raise MessageError(f"an engine listens here, and does not answer {askers_of(message)}: check the port")
 
     def _describe(self, question: DescribeRanks) -> RanksDescribed:
         self._require_engine(question.engine_id)

@@ -28,6 +28,7 @@ from kvrdma.wire import (
     StoreOffer,
     StoreOffered,
     StoreRelease,
+    askers_of,
 )
 
 _LEASE_S = 10.0
@@ -101,7 +102,7 @@ class StoreServer:
             return Noted()
         if isinstance(message, AskStore):
             return StoreNumbers(__version__, self.stats())
-        raise MessageError(f"a store listens here, and does not answer {type(message).__name__}: check the port")
+        raise MessageError(f"a store listens here, and does not answer {askers_of(message)}: check the port")
 
     def _offered(self, offer: StoreOffer) -> StoreOffered:
         numbers = self._shelf.numbers

@@ -197,7 +197,7 @@ def test_the_answers(target: Target) -> None:
         assert [rank.engine_id for rank in described.ranks] == ["target"] * 2
         with pytest.raises(IncompatibleError, match="engine x is asked for, engine target runs here"):
             client.request(DescribeRanks("x", ()), 5)
-        with pytest.raises(MessageError, match="does not answer Noted"):
+        with pytest.raises(MessageError, match="does not answer what is itself an answer"):
             client.request(Noted(), 5)
         with pytest.raises(ConfigError, match="makes no checksums"):
             client.request(DigestRows(lease, b""), 5)

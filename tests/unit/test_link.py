@@ -361,7 +361,8 @@ def test_the_peer_bounds_its_links_and_forgets_idle_ones(monkeypatch: pytest.Mon
         (wire.OpenLink("nosuch", 64), TransportUnavailableError, "'nosuch' is not installed"),
         (wire.OpenLink("memory", 1 << 50), ConfigError, "need a multiple of 8 up to"),
         (wire.OpenLink("memory", 12), ConfigError, "need a multiple of 8"),
-        (wire.LinkClosed(), MessageError, "LinkClosed is an answer"),
+        (wire.LinkClosed(), MessageError, "does not answer what is itself an answer"),
+        (wire.AskStore(), MessageError, "a link test's server listens here, and does not answer users of a store"),
     ],
 )
 def test_the_peer_refuses_nonsense(message: wire.Message, kind: type[Exception], says: str) -> None:

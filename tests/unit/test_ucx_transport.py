@@ -70,6 +70,7 @@ def test_require_one_sided_refuses_before_any_byte_moves() -> None:
     reader = Reader.open(transport, PAGE)
     with pytest.raises(NotOneSidedError, match=r"over tcp/\S+, which has no one-sided read.*KVRDMA_UCX_LIB") as raised:
         transport.connect(*at.exports(target))
+    assert "require_one_sided (--require-rdma, KVRDMA_REQUIRE_ONE_SIDED) rules that out" in str(raised.value)
     assert raised.value.code == -22
     assert (reader.buffer == at.POISON).all()
     transport.close()

@@ -119,3 +119,18 @@ def test_every_single_bit_flip_is_refused_or_another_message() -> None:
             refused.add(bit)
     assert refused >= set(range(6 * 8)), "name and version of the protocol"
     assert len(refused) < 8 * len(frame), "in the fields there is room for other values"
+
+
+@pytest.mark.parametrize(
+    ("message", "who"),
+    [
+        (wire.CloseLink(0), "link tests"),
+        (wire.DescribeHost(), "link tests"),
+        (wire.AskStore(), "users of a store"),
+        (wire.DescribeRanks("engine", ()), "engines"),
+        (wire.LinkClosed(), "what is itself an answer"),
+        (wire.Failed("ConfigError", "why"), "what is itself an answer"),
+    ],
+)
+def test_who_asks_is_named_without_the_names_of_messages(message: wire.Message, who: str) -> None:
+    assert wire.askers_of(message) == who

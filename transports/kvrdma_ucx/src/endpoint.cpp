@@ -82,8 +82,8 @@ void Endpoint::examine_lanes() {
 void Endpoint::refuse_emulation(const std::string &found) const {
     throw StatusError("NotOneSidedError",
                       name() + " is reached over " + found +
-                          ": its CPU would have to serve every byte, and require_one_sided rules that out. This process "
-                          "has: " +
+                          ": its CPU would have to serve every byte, and require_one_sided (--require-rdma, "
+                          "KVRDMA_REQUIRE_ONE_SIDED) rules that out. This process has: " +
                           joined(shared_.context.resources()) +
                           ". For RDMA use a UCX with verbs (KVRDMA_UCX_LIB) and let UCX_NET_DEVICES name an InfiniBand or "
                           "RoCE device on both hosts; for GPU memory load nvidia-peermem or use dmabuf",
