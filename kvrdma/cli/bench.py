@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 
 from kvrdma.bench.cluster.exchange import from_launcher, node_rank
@@ -23,6 +24,8 @@ from kvrdma.cli.terminal import Terminal
 from kvrdma.config import Config
 from kvrdma.errors import ConfigError, KVRDMAError
 
+_OF_THE_MODEL = ("engines", "latency_us", "gb_per_s", "row_ns")
+_PARTS = ("plan", "post", "wait", "reshape")
 _EPILOG = """\b
 Examples:
   torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST0:29500 \\
@@ -127,7 +130,9 @@ Exit codes:
     show_default=True,
     help="Cost of a row in the model, ns.",
 )
+@click.pass_context
 def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
+    ctx: click.Context,
     scenario_file: Path | None,
     changes: tuple[str, ...],
     save: Path | None,
@@ -145,6 +150,10 @@ def bench(  # noqa: PLR0913, PLR0917 - click passes every option by name
     """
 
     def work() -> KVRDMAError | None:
+        typed = [name for name in _OF_THE_MODEL if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+        if typed and not simulated:
+            options = " ".join(f"--{name.replace('_', '-')}" for name in typed)
+            raise ConfigError(f"{options} only with --simulate")
         scenario = read_scenario(scenario_file, changes)
         if simulated:
             check_place("--save", save)
@@ -220,11 +229,11 @@ def _print_run(console: Terminal, report: dict[str, Any]) -> None:
         f"{total['nbytes'] / 1e9:.2f} GB in {total['busy_seconds']:.2f} s: [bold]{total['gb_per_s']:.2f} GB/s[/]; "
         f"{total['rows']} rows, {total['rows_posted']} after merging; {total['fence_rejections']} fence rejections"
     )
-    columns = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", "plan", "post", "wait", "reshape", "results")
+    columns = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", *(f"{part} ms" for part in _PARTS), "results")
     table = Table(*columns, box=None, padding=(0, 1, 0, 0))
     for rank in report["ranks"]:
         split = rank["split_ms"]
-        parts = [split[part]["p50"] for part in ("plan", "post", "wait", "reshape")]
+        parts = [split[part]["p50"] for part in _PARTS]
         numbers = [rank["pull_ms"]["p50"], rank["pull_ms"]["p99"], *parts]
         results = ", ".join(f"{count} {name}" for name, count in rank["results"].items())
         cells = ["-" if n is None else f"{n:.2f}" for n in numbers]

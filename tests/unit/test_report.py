@@ -158,6 +158,7 @@ def test_the_page_loads_nothing_and_escapes_names() -> None:
     assert "<b>:" not in text
     assert "&lt;h&gt;" in text
     assert text.count("<figure>") == 3
+    assert all(f"{part} ms</th>" in text for part in ("plan", "post", "wait", "reshape"))
 
 
 def test_the_command_writes_a_page_and_a_picture(tmp_path: Path) -> None:

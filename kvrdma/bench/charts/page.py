@@ -105,7 +105,7 @@ def _link_figures(saved: Saved) -> str:
 
 
 def _bench_figures(saved: Saved) -> str:
-    head = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", *PARTS, "fence")
+    head = ("rank", "GB/s", "pulls", "p50 ms", "p99 ms", *(f"{part} ms" for part in PARTS), "fence")
     rows = [
         (
             f"{rank['host']} {rank['rank']}",
