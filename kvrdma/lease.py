@@ -4,9 +4,8 @@ The producer holds a request's blocks under a *lease*, and keeps one 64-bit word
 table: ``generation << 1 | valid``. It clears the valid bit before the blocks can be used for anything else. A
 consumer reads the word one-sided before its first read of data is posted and again after the last has arrived:
 only if both times it is the live word of its own generation is the pull a success. A generation that was revoked
-never comes back, so the word was live all the while, and so were the blocks. (The word afterwards alone does not
-do: data read before the producer had published would be taken for the request's. It does for a reference that was given
-out as ``live``, after every rank had published: its first read is left out.)
+never comes back, so the word was live all the while, and so were the blocks. (Data read before the producer had
+published would pass the word afterwards: that alone is read only where a reference is ``live``, given out later.)
 
 Within a process generations only grow, so a slot can be reused at once; a process starts at a random one, so that
 messages meant for its predecessor at the same address name no lease of its own, whatever the clock says.
@@ -115,9 +114,8 @@ class FenceTable:
             LeaseError: every slot is taken.
         """
         if not self._free:
-            raise LeaseError(
-                f"all {len(self)} leases are taken: consumers do not finish, or KVRDMA_FENCE_SLOTS is too small"
-            )
+            why = "consumers do not finish, or KVRDMA_FENCE_SLOTS is too small"
+            raise LeaseError(f"all {len(self)} leases are taken: {why}")
         self._generation += 1
         return LeaseKey(self._free.popitem(last=False)[0], self._generation)
 
@@ -215,10 +213,7 @@ class LeaseBook:
         """Make a lease's word live ahead of ``publish``: its reference goes out as soon as the KV is there.
 
         Who gives out a reference only after every rank has prepared, and after the KV was computed, spares consumers
-        the first look at the word. Until then nobody knows the lease, whatever the blocks hold.
-
-        Raises:
-            LeaseError: as ``publish``.
+        the first look at the word. Until then nobody knows the lease, whatever the blocks hold. Raises as ``publish``.
         """
         if not self._is_prepared(key):
             self._adopt(f"lease {tuple(key)}", key)
@@ -228,7 +223,7 @@ class LeaseBook:
     def discard(self, key: LeaseKey) -> None:
         """Take back a prepared lease that will not be published; others are left alone."""
         if self._is_prepared(key):
-            self._forget_prepared(key)
+            self._forget_prepared(key.slot)
             self._table.revoke(key)
             self._table.release(key)
 
@@ -237,9 +232,9 @@ class LeaseBook:
             raise LeaseError(f"a lease is named by a LeaseKey, such as a reference's `lease`; got {key!r:.80}")
         return self._prepared.get(key.slot) == key
 
-    def _forget_prepared(self, key: LeaseKey) -> None:
-        del self._prepared[key.slot]
-        self._take_early(key)
+    def _forget_prepared(self, slot: int) -> None:
+        if slot in self._prepared:
+            self._take_early(self._prepared.pop(slot))
 
     def publish(self, request_id: Hashable, now_s: float, consumers: int = 1, key: LeaseKey | None = None) -> LeaseKey:
         """Open a lease for ``request_id`` and make its word live.
@@ -249,8 +244,7 @@ class LeaseBook:
             now_s: time on the producer's clock.
             consumers: how many consumer engines will read it.
             key: the lease that another rank of this engine allocated for the same request; its own otherwise. An
-                older lease that still has the slot here ends as expired, or, where it was only prepared, as never
-                published: its rank has moved on.
+                older one that has the slot here ends as expired, or was never published: its rank has moved on.
 
         Raises:
             LeaseError: the request is published already, or the slot is taken or does not exist.
@@ -259,11 +253,11 @@ class LeaseBook:
             raise LeaseError(f"request {request_id!r} is published already: withdraw it first")
         if consumers < 1:
             raise LeaseError(f"request {request_id!r}: consumers={consumers}, needs at least 1")
-        adopted = key is not None
-        if key is None:
+        if adopted := key is not None:
+            if not self._is_prepared(key):
+                self._adopt(request_id, key)
+        else:
             key = self._table.allocate()
-        elif not self._is_prepared(key):
-            self._adopt(request_id, key)
         try:
             self._open(request_id, key, _Lease(request_id, now_s, now_s + self._lease_s, consumers))
         except BaseException:  # a signal handler that raises: nobody gets to know the lease
@@ -297,8 +291,7 @@ class LeaseBook:
             raise LeaseError(f"request {request_id!r}: lease {key} has ended already, or its slot is taken")
         if key.slot in self._by_slot:
             self._end(self._by_slot[key.slot], End.EXPIRED)
-        if key.slot in self._prepared:
-            self._forget_prepared(self._prepared[key.slot])
+        self._forget_prepared(key.slot)
         self._table.take(key)
 
     def done(self, key: LeaseKey, consumer: str, rank: int, readers: Iterable[int]) -> bool:
@@ -368,10 +361,9 @@ class LeaseBook:
     def withdraw(self, request_id: Hashable) -> bool:
         """End a publication now; False if there is none (any more)."""
         key = self._keys.get(request_id)
-        if key is None:
-            return False
-        self._end(key, End.WITHDRAWN)
-        return True
+        if key is not None:
+            self._end(key, End.WITHDRAWN)
+        return key is not None
 
     def expire(self, now_s: float) -> None:
         """End every lease whose time is over."""

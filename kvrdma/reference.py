@@ -133,7 +133,7 @@ class PullReference(msgspec.Struct, frozen=True):
         }
 
     @classmethod
-    def of(cls, given: PullReference | Mapping[str, Any]) -> PullReference:
+    def of(cls, given: AnyReference) -> PullReference:
         """Take a reference, or read it from what ``to_params`` made; raises as ``from_params``."""
         return given if isinstance(given, PullReference) else cls.from_params(given)
 
@@ -175,6 +175,10 @@ class PullReference(msgspec.Struct, frozen=True):
             dcp_across_tp=read.dcp_across_tp,
             live=read.kvrdma.live,
         )
+
+
+AnyReference: TypeAlias = PullReference | Mapping[str, Any]
+"""What ``publish`` returned, or its ``to_params()``."""
 
 
 def groups_of(blocks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:

@@ -36,7 +36,7 @@ from kvrdma.mailbox import Outbox
 from kvrdma.memory import RegisteredMemory
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, TokenRange
-from kvrdma.reference import PullReference, groups_of, id_text, spans_of
+from kvrdma.reference import AnyReference, PullReference, groups_of, id_text, spans_of
 from kvrdma.sidechannel import Endpoint, SideChannelClient, SideChannelServer
 from kvrdma.transport import Transport
 from kvrdma.wire import AnnounceRank, RankAnnounced, RankDescription
@@ -254,7 +254,7 @@ class Engine:
     def pull(
         self,
         request_id: Hashable,
-        reference: PullReference | Mapping[str, Any],
+        reference: AnyReference,
         blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpan],
         *,
         tokens: TokenRange | Sequence[TokenRange] | None = None,
@@ -294,9 +294,7 @@ class Engine:
         hash(request_id)  # a mistake is the caller's, not the data thread's
         self._loop.run(lambda: self._consumer.abort(request_id))
 
-    def hold(
-        self, request_id: Hashable, reference: PullReference | Mapping[str, Any], *, for_s: float = _HOLD_S
-    ) -> None:
+    def hold(self, request_id: Hashable, reference: AnyReference, *, for_s: float = _HOLD_S) -> None:
         """Keep the producer's lease alive until the request is pulled, declined or aborted, at most for ``for_s``.
 
         Nothing is reported, also if the producer cannot be reached.
@@ -308,7 +306,7 @@ class Engine:
         known, limit_s = PullReference.of(reference), time_span("for_s", for_s)
         self._loop.run(lambda: self._consumer.hold(request_id, known, limit_s))
 
-    def decline(self, reference: PullReference | Mapping[str, Any]) -> None:
+    def decline(self, reference: AnyReference) -> None:
         """Tell the producer that this rank will not read; nothing is reported. MessageError: a malformed reference."""
         known = PullReference.of(reference)
         self._loop.run(lambda: self._consumer.decline(known))
@@ -343,8 +341,8 @@ class Engine:
             f"engine {self.identity.engine_id} rank {tuple(self.identity.rank)} at {self.endpoint}, "
             f"{len(self.layout.layers)} layers in {len(self.layout.regions)} regions, kvrdma {__version__}"
         )
-        lines = transport_lines(self._memory.transports, self.refused | self._memory.refused, self._peers.ready())
-        return "\n".join([head, *lines])
+        refused = self.refused | self._memory.refused
+        return "\n".join([head, *transport_lines(self._memory.transports, refused, self._peers.ready())])
 
     # Life
 
@@ -359,9 +357,9 @@ class Engine:
         if not self._lock.is_ours:
             return
         with self._lock.held():
-            if self._closed:
-                return
-            self._closed = True
+            was_closed, self._closed = self._closed, True
+        if was_closed:
+            return
         atexit.unregister(self.close)
         self._producer.close(self._fence)
         self._threads.close()
