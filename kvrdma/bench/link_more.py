@@ -25,13 +25,6 @@ _PERCENTS = (50.0, 90.0, 99.0, 99.9)
 _SOAK_STEP_S = 1.0
 
 
-class PacedSoakReport(SoakReport, frozen=True):
-    """A soak whose ``gb_per_s`` is over the time of the reads alone, and its speed over all of the time."""
-
-    average_gb_per_s: float
-    """Pauses for the rate, verification and failures count, too."""
-
-
 def measure_reverse(link: Link, case: Case, iters: int) -> ReverseReport:
     """Let the peer read the case from here, several times.
 
@@ -183,7 +176,7 @@ def _gb_per_s(nbytes: int, seconds: float) -> float:
 
 def soak(
     open_link: Callable[[], Link], case: Case, duration_s: float, rate_bytes: float | None, tell: Callable[[str], None]
-) -> PacedSoakReport:
+) -> SoakReport:
     """Read and verify for a long time; a failed read is counted, and the link opened anew.
 
     Args:
@@ -230,7 +223,7 @@ def soak(
     nbytes = len(times) * case.shape.nbytes
     speed, average = (round(_gb_per_s(nbytes, time_s), 4) for time_s in (sum(times), seconds))
     growth = end[0] - start[0], end[1] - start[1]
-    return PacedSoakReport(round(seconds, 3), len(times), nbytes, failures, wrong, speed, marks, *growth, average)
+    return SoakReport(round(seconds, 3), len(times), nbytes, failures, wrong, speed, average, marks, *growth)
 
 
 def _open_again(open_link: Callable[[], Link], old: Link, failures: dict[str, int]) -> Link:

@@ -91,6 +91,9 @@ class SoakReport(msgspec.Struct, frozen=True):
     failures: dict[str, int]
     wrong: list[str]
     gb_per_s: float
+    """While reading: over the time of the reads alone."""
+    average_gb_per_s: float
+    """Over all: pauses for the rate, verification and failures count, too."""
     percentiles_ms: dict[str, float]
     rss_growth_kib: int
     """From the first tenth to the end."""

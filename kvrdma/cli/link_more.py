@@ -207,7 +207,7 @@ def print_more(report: LinkReport) -> None:
         lines += [f"  <= {bound:10.1f} µs {count:7d} {'#' * round(40 * count / most)}" for bound, count in t.histogram]
     if report.soak:
         k = report.soak
-        speeds = soak_speeds(k.gb_per_s, k.nbytes / max(k.seconds, 1e-3) / 1e9)
+        speeds = soak_speeds(k.gb_per_s, k.average_gb_per_s)
         lines.append(
             f"soak: {k.reads} reads in {k.seconds:.0f} s, {speeds}, p99 {k.percentiles_ms['99']:.1f} ms, "
             f"failures {k.failures or 0}, wrong {len(k.wrong)}, memory {k.rss_growth_kib:+d} KiB, "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from numbers import Real
 
@@ -91,8 +92,7 @@ def check_apart(where: str, group: int, ids: Sequence[int]) -> None:
         PlanError: names the block and its group.
     """
     if len(set(ids)) < len(ids):
-        seen: set[int] = set()
-        bad = next(block for block in ids if block in seen or seen.add(block))  # type: ignore[func-returns-value]
+        bad = next(block for block, times in Counter(ids).items() if times > 1)
         raise PlanError(
             f"{where}: block {bad} of group {group} appears twice: each block holds its own tokens; null blocks at the "
             "start of a window are left out, and counted by first_blocks"
