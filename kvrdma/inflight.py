@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvrdma.errors import ConfigError, ReadTimeoutError
-from kvrdma.rows import Rows
+from kvrdma.rows import Batch, RowTable
 from kvrdma.transport import Completion, Peer, PeerLost, ReadFailed, ReadId, Transport
 
 
@@ -52,7 +52,7 @@ class InFlight:
         """Reads that timed out and may still write into their destination."""
         return tuple(read for read, entry in self._reads.items() if entry.timed_out)
 
-    def read(self, peer: Peer, rows: Rows, timeout_s: float, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, timeout_s: float, then: RowTable | None = None) -> ReadId:
         """Post a batch that is reported as failed if it has not ended after ``timeout_s`` seconds.
 
         Raises:

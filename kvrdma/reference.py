@@ -196,7 +196,8 @@ def spans_of(blocks: Sequence[int] | Sequence[Sequence[int]] | Sequence[BlockSpa
     Raises:
         PlanError: something is no block id, or no place in a sequence.
     """
-    return [_span(group) for group in _split(blocks)]
+    usual = _plain(blocks)
+    return [BlockSpan(usual)] if usual else [_span(group) for group in _split(blocks)]
 
 
 def _span(group: object) -> BlockSpan:

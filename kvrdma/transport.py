@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, NewType, Protocol, TypeAlias, cast
 
 from kvrdma import errors
 from kvrdma.errors import ConfigError, TransportError, TransportUnavailableError
-from kvrdma.rows import Rows
+from kvrdma.rows import Batch, RowTable
 
 ENTRY_POINT_GROUP = "kvrdma.transports"
 
@@ -179,14 +179,15 @@ class Transport(Protocol):
         """
         ...
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         """Post a batch and return; the arrays may be reused at once.
 
         Destinations of one batch must not overlap each other.
 
         Args:
             peer: from ``connect``.
-            rows: C-contiguous ``(N, 4)`` uint64, see ``kvrdma.rows``; N may be 0, lengths may be 0.
+            rows: C-contiguous ``(N, 4)`` uint64, or ``RowGrids`` that stand for as many, see ``kvrdma.rows``; N may
+                be 0, lengths may be 0.
             then: a few rows that are read when every byte of ``rows`` has arrived and not before, so that they tell
                 how things stood after the rest had been read. They belong to the same read, which ends once; its
                 ``ReadDone`` does not count them.

@@ -150,7 +150,7 @@ def warm_prefix(shape: Shape, transport: str, repeats: int) -> dict[str, object]
     reference = read_reference(held.reference)
     bare = BareReader(user.engine, transport, reference)
     plan = bare.peer.planner.plan(spans_of(shape.ids), spans_of(reference.blocks), TokenRange(0, shape.tokens))
-    rows = plan.sources[0].rows
+    rows = plan.sources[0].batch
     bare.read(rows)
     times: dict[str, list[float]] = {"bare": [], "get": []}
     cpu_s = user.cpu_s()

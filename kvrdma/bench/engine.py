@@ -30,7 +30,7 @@ from kvrdma.handshake import Identity
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import TokenRange
 from kvrdma.reference import PullReference, spans_of
-from kvrdma.rows import Rows
+from kvrdma.rows import Batch
 from kvrdma.topology import EngineShape
 from kvrdma.transport import Device, open_transport, poll_until
 
@@ -142,7 +142,7 @@ def _measure(shape: Shape, transport: str, repeats: int) -> tuple[dict[str, list
         reference = producer.publish()
         plan = bare.peer.planner.plan(spans_of(ids), spans_of(reference.blocks), TokenRange(0, shape.tokens))
         if number % 2:  # whoever comes second finds the caches warm
-            times["bare"].append(bare.read(plan.sources[0].rows))
+            times["bare"].append(bare.read(plan.sources[0].batch))
         began_s = time.perf_counter()
         engine.pull(number, reference, ids)
         times["call"].append(time.perf_counter() - began_s)
@@ -151,7 +151,7 @@ def _measure(shape: Shape, transport: str, repeats: int) -> tuple[dict[str, list
         times["data"].append(event.data_s)
         nbytes = event.nbytes
         if not number % 2:
-            times["bare"].append(bare.read(plan.sources[0].rows))
+            times["bare"].append(bare.read(plan.sources[0].batch))
     bare.transport.close()
     engine.close()
     producer.close()
@@ -195,7 +195,7 @@ class BareReader:
         home = Home(engine.config, engine.identity, engine.layout, {name: self.transport}, asking(engine.config))
         self.peer = connect_engine(home, reference)
 
-    def read(self, rows: Rows) -> float:
+    def read(self, rows: Batch) -> float:
         """Read and wait; give the seconds."""
         began_s = time.perf_counter()
         poll_until(self.transport, self.transport.read(self.peer.links[0].peer, rows))

@@ -99,7 +99,7 @@ def run_plan_case(case: PlanCase, repeats: int) -> PlanResult:
         spent, plan = _round((local, remote), spans, tokens)
         times.append(spent)
         (reads,) = plan.sources
-        counts = (reads.rows_before, len(reads.rows), len(plan.reshapes))
+        counts = (reads.rows_before, len(reads.batch), len(plan.reshapes))
         del plan, reads
     prepare_ns, first_ns, second_ns = (statistics.median(column) for column in zip(*times, strict=True))
     cold_ns = times[0][1]

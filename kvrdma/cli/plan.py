@@ -12,8 +12,8 @@ from kvrdma.cli.exits import JsonCommand, run
 from kvrdma.cli.numbers import Finite
 from kvrdma.cli.plan_report import as_json, print_plan
 from kvrdma.models import stages
-from kvrdma.plan.planner import TokenRange
 from kvrdma.plan.report import Link, Pair, report_pair
+from kvrdma.plan.request import TokenRange
 from kvrdma.plan.sketch import CacheSketch, SketchFormat
 from kvrdma.topology import EngineShape
 

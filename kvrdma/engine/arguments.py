@@ -111,17 +111,21 @@ def check_pull(
     Raises:
         PlanError: names the range, and what it has to fit.
     """
-    ranges = [tokens] if isinstance(tokens, TokenRange) else tokens
-    if not hasattr(ranges, "__len__") or {type(each) for each in ranges} - {TokenRange}:
-        raise PlanError(f"pull {request_id!r}: tokens must be a TokenRange, or one per KV group; got {tokens!r:.80}")
-    if ranges is tokens and len(ranges) > max(1, len(blocks)):
-        raise PlanError(f"pull {request_id!r}: {len(ranges)} token ranges for {len(blocks)} KV groups of blocks")
+    if isinstance(tokens, TokenRange):
+        ranges: Sequence[TokenRange] = (tokens,)
+    else:
+        if not hasattr(tokens, "__len__") or {type(each) for each in tokens} - {TokenRange}:
+            raise PlanError(
+                f"pull {request_id!r}: tokens must be a TokenRange, or one per KV group; got {tokens!r:.80}"
+            )
+        if len(tokens) > max(1, len(blocks)):
+            raise PlanError(f"pull {request_id!r}: {len(tokens)} token ranges for {len(blocks)} KV groups of blocks")
+        ranges = tokens
     limit = limits.tokens_held(blocks)
     for span in ranges:
-        start, end = [  # numbers of the usual class are not asked what they are
-            each if type(each) is int else whole(f"pull {request_id!r}: a token of {tuple(span)}", each)
-            for each in span
-        ]
+        start, end = span
+        if type(start) is not int or type(end) is not int:  # numbers of the usual class are not asked what they are
+            start, end = (whole(f"pull {request_id!r}: a token of {tuple(span)}", each) for each in span)
         if not 0 <= start <= end <= num_tokens:
             raise PlanError(f"pull {request_id!r}: tokens {span} of {num_tokens} published ones")
         if start < end > limit and not limits.only_state:

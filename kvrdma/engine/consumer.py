@@ -1,7 +1,6 @@
 """The consumer side: takes pulls from the handshake to the done message, whatever the caller does.
 
-Every step of a pull may raise; ``_guard`` turns that into its failure, so that nothing a peer, a transport or a
-reference does wrong can touch another pull.
+Every step of a pull may raise; ``_guard`` turns that into its failure: no other pull may suffer from what it met.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVarTuple
 
 from kvrdma.engine.digest import compare_digests
 from kvrdma.engine.events import PullDone, PullFailed, PullReleased
@@ -36,6 +36,8 @@ _MAX_STRIKES = 2
 _MAX_ATTEMPTS = 10
 _QUARANTINE_AFTER_S = 5.0
 _log = logging.getLogger(__name__)
+
+Given = TypeVarTuple("Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,10 @@ class Consumer:
         self._holding.release(wanted.request_id)
         pull = self._pulls[wanted.request_id] = Pull(wanted)
         self._parts.stats.pulls_started += 1
-        left_s = wanted.deadline_s - self._loop.now()
-        pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
         self._try(pull)
+        if self._is_current(pull):  # its reads do not wait for it
+            left_s = wanted.deadline_s - self._loop.now()
+            pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
 
     def abort(self, request_id: Hashable) -> None:
         """Give a pull up; it ends as failed once nothing can write for it any more."""
@@ -117,10 +120,10 @@ class Consumer:
 
     # One attempt
 
-    def _guard(self, pull: Pull, step: Callable[[], None]) -> None:
+    def _guard(self, pull: Pull, step: Callable[[*Given], None], *given: *Given) -> None:
         """Run a step of a pull; what it raises is the pull's failure. Then do what follows from its state."""
         try:
-            step()
+            step(*given)
         except KVRDMAError as error:
             self._fail(pull, error)
         except Exception as error:  # noqa: BLE001 - a defect that one pull meets must not end all others
@@ -134,7 +137,7 @@ class Consumer:
 
         def found(peer: PeerEngine | KVRDMAError) -> None:
             if self._is_current(pull) and pull.attempts == attempt and pull.reason is None:
-                self._guard(pull, lambda: self._begin(pull, peer))
+                self._guard(pull, self._begin, pull, peer)
 
         self._peers.find(pull.wanted.reference, found)
 
@@ -158,7 +161,7 @@ class Consumer:
         if reference.live:
             self._reading.data(pull, fenced=self._fenced)
         else:
-            pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.rows)}
+            pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.batch)}
             pull.posted = not pull.unopened
         self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it, or for what is counted
         pull.nbytes, pull.rows = pull.plan.nbytes, sum(source.rows_before for source in pull.plan.sources)
@@ -174,7 +177,7 @@ class Consumer:
         key = ReadKey(transport.name, completion.read)
         pull = self._reading.reads.pop(key, None)
         if pull is not None:
-            self._guard(pull, lambda: self._follow(pull, key, completion))
+            self._guard(pull, self._follow, pull, key, completion)
 
     def _follow(self, pull: Pull, key: ReadKey, completion: Completion) -> None:
         data, word = pull.data.pop(key, None), pull.words.pop(key, None)
@@ -201,7 +204,7 @@ class Consumer:
 
         def look() -> None:
             if self._is_current(pull) and pull.attempts == attempt and pull.reason is None:
-                self._guard(pull, lambda: self._reading.word(pull, index))
+                self._guard(pull, self._reading.word, pull, index)
 
         pull.timers[index] = self._loop.after(pull.look_again_s, look)
         pull.look_again_s = min(2 * pull.look_again_s, LAST_LOOK_AGAIN_S)
@@ -222,19 +225,16 @@ class Consumer:
         """Reshape what has landed."""
         plan = pull.plan
         assert plan
-
-        def then() -> None:
-            pull.shaped = True
+        if not plan.reshapes:
+            pull.take_shape()
+            return
 
         def finish() -> None:
             began_s = self._loop.now()
             self._parts.finish(plan)
             pull.reshape_s = self._loop.now() - began_s
 
-        if plan.reshapes:
-            self._work(pull, finish, then)
-        else:
-            then()
+        self._work(pull, finish, pull.take_shape)
 
     def _work(self, pull: Pull, work: Callable[[], None], then: Callable[[], None]) -> None:
         """Do something for a pull in another thread, and ``then`` the next step here, if it is still wanted."""
@@ -252,7 +252,7 @@ class Consumer:
                 work()
             except Exception as error:  # noqa: BLE001 - raised again in the data thread
                 failure = error
-            self._loop.run(lambda: self._guard(pull, lambda: next_step(failure)))
+            self._loop.run(lambda: self._guard(pull, next_step, failure))
 
         pull.working = True
         try:

@@ -284,7 +284,7 @@ class Engine:
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
         check_pull(request_id, self.limits, reference.num_tokens, spans, wanted)
         now_s = time.monotonic()
-        limit_s = time_span("timeout_s", self.config.pull_timeout_s if timeout_s is None else timeout_s)
+        limit_s = self.config.pull_timeout_s if timeout_s is None else time_span("timeout_s", timeout_s)
         pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + limit_s)
         self._reports.owe(request_id)  # from here on it is reported, whatever happens
         self._loop.run(lambda: self._consumer.start(pull))

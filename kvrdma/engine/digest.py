@@ -41,8 +41,9 @@ def compare_digests(ask: Ask, pull: Pull) -> DataError | None:
     assert pull.plan
     lease = (pull.wanted.reference.lease.slot, pull.wanted.reference.lease.generation)
     for link, source in zip(pull.peer.links, pull.plan.sources, strict=True):
-        for start in range(0, len(source.rows), _ROWS_PER_MESSAGE):
-            rows = source.rows[start : start + _ROWS_PER_MESSAGE]
+        every = source.rows
+        for start in range(0, len(every), _ROWS_PER_MESSAGE):
+            rows = every[start : start + _ROWS_PER_MESSAGE]
             reply = ask(link.mailbox, DigestRows(lease, rows[:, 1:].tobytes()))
             if not isinstance(reply, RowDigests) or len(reply.digests) != 4 * len(rows):
                 raise MessageError(f"{link.mailbox} sent no checksums for {len(rows)} rows")

@@ -6,12 +6,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from kvrdma.errors import KVRDMAError
 from kvrdma.lease import End, Ended
 
 
-@dataclass(frozen=True, slots=True)
-class PullDone:
+class PullDone(msgspec.Struct, frozen=True):
     """Every byte of the request is in place, and was the request's own when it was read."""
 
     request_id: Hashable
@@ -40,8 +41,7 @@ class PullDone:
     """Of ``read_s``, for the transposes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullFailed:
+class PullFailed(msgspec.Struct, frozen=True):
     """The pull ended without its bytes. Unless ``quarantined``, nothing will be written any more."""
 
     request_id: Hashable
@@ -53,8 +53,7 @@ class PullFailed:
     """A transport has not answered: the blocks must not be reused before ``PullReleased``."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullReleased:
+class PullReleased(msgspec.Struct, frozen=True):
     """The transport has given up on a quarantined pull: its blocks may be reused."""
 
     request_id: Hashable

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from kvrdma.engine.links import PeerEngine
 from kvrdma.engine.loop import Timer
@@ -23,8 +24,7 @@ class ReadKey(NamedTuple):
     read: ReadId
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(msgspec.Struct, frozen=True):
     """What the caller asked for."""
 
     request_id: Hashable
@@ -35,8 +35,7 @@ class Wanted:
     deadline_s: float
 
 
-@dataclass(slots=True, eq=False)
-class Pull:
+class Pull(msgspec.Struct, eq=False):
     """State of a pull; belongs to the engine's data thread.
 
     A pull waits for its peer. Then, per source rank: the lease's word is read, the data, the word again. It is over
@@ -44,7 +43,7 @@ class Pull:
     """
 
     wanted: Wanted
-    timers: dict[Hashable, Timer] = field(default_factory=dict)
+    timers: dict[Hashable, Timer] = {}
     """What will happen to it, by purpose."""
     attempts: int = 0
     strikes: int = 0
@@ -55,15 +54,15 @@ class Pull:
     rows: int = 0
     """Of the plan; rows before adjacent ones were joined."""
     via: tuple[str, ...] = ()
-    data: dict[ReadKey, int] = field(default_factory=dict)
+    data: dict[ReadKey, int] = {}
     """Data reads in flight, with the index of their source."""
-    words: dict[ReadKey, int] = field(default_factory=dict)
+    words: dict[ReadKey, int] = {}
     """Fence reads in flight, with the index of their source."""
-    unopened: set[int] = field(default_factory=set)
+    unopened: set[int] = msgspec.field(default_factory=set)
     """Sources to read whose word has not been seen live yet."""
-    unfenced: set[int] = field(default_factory=set)
+    unfenced: set[int] = msgspec.field(default_factory=set)
     """Sources that were read and whose word has not been seen live since."""
-    landing: dict[int, int] = field(default_factory=dict)
+    landing: dict[int, int] = {}
     """By source: the spare word of the fence table where its word lands."""
     posted: bool = False
     """Every data read has been posted."""
@@ -107,6 +106,10 @@ class Pull:
         """Give it a reason to fail; the first one counts, but one that rules out a retry always does."""
         if self.reason is None or (self.retryable and not retryable):
             self.reason, self.retryable = reason, retryable
+
+    def take_shape(self) -> None:
+        """Its reshapes have run, or there are none."""
+        self.shaped = True
 
     def reset(self) -> None:
         """Forget the attempt; nothing may be in flight."""

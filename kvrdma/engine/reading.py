@@ -6,13 +6,11 @@ data has arrived; only where checksums are compared in between is it read by its
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.pull import Pull, ReadKey
 from kvrdma.errors import LeaseRevokedError, PullError
 from kvrdma.lease import WORD_NBYTES, FenceTable, Verdict, judge
-from kvrdma.rows import Rows
+from kvrdma.rows import RowTable, pack_rows
 
 
 class Reading:
@@ -44,7 +42,7 @@ class Reading:
         pull.words[key] = index
         self.reads[key] = pull
 
-    def _word_row(self, pull: Pull, index: int) -> Rows:
+    def _word_row(self, pull: Pull, index: int) -> RowTable:
         """Give the row that brings the lease's word from a source to a spare word, which is cleared."""
         assert pull.peer
         link, slot = pull.peer.links[index], pull.wanted.reference.lease.slot
@@ -58,7 +56,7 @@ class Reading:
                 )
             pull.landing[index] = self._spare.pop()
         local = self._fence.clear_spare(pull.landing[index])
-        return np.array([[local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES]], np.uint64)
+        return pack_rows((local, link.fence_region, WORD_NBYTES * slot, WORD_NBYTES))
 
     def data(self, pull: Pull, *, fenced: bool) -> None:
         """Read everything the plan names; every source's word has been seen live, or the reference says so.
@@ -75,9 +73,9 @@ class Reading:
         assert pull.plan
         pull.posted_s = self._loop.now()
         for index, (link, source) in enumerate(zip(pull.peer.links, pull.plan.sources, strict=True)):
-            if len(source.rows):
+            if len(source.batch):
                 word = self._word_row(pull, index) if fenced else None
-                key = ReadKey(link.transport.name, link.transport.read(link.peer, source.rows, word))
+                key = ReadKey(link.transport.name, link.transport.read(link.peer, source.batch, word))
                 pull.data[key] = index
                 pull.unfenced.add(index)
                 self.reads[key] = pull

@@ -11,8 +11,6 @@ from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
-_OF_PULLS = (PullDone, PullFailed, PullReleased)
-
 
 class Reports:
     """Hands every end to the caller once. Thread-safe."""
@@ -43,9 +41,11 @@ class Reports:
     def add(self, event: Event) -> None:
         """Report something."""
         with self._lock.held():
-            if isinstance(event, PullFailed) and event.quarantined:
+            if isinstance(event, PullDone):
+                self._owed.pop(event.request_id, None)
+            elif isinstance(event, PullFailed) and event.quarantined:
                 self._owed[event.request_id] = True
-            elif isinstance(event, _OF_PULLS):
+            elif isinstance(event, PullFailed | PullReleased):
                 self._owed.pop(event.request_id, None)
         self._events.append(event)
         self._signal.hand_over()

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from kvrdma.plan.landing import ReadCost
-from kvrdma.plan.planner import (
-    BlockSpan,
-    PageReshape,
-    Planner,
-    ReadPlan,
-    SourceReads,
-    TokenRange,
-    plan_reads,
-)
+from kvrdma.plan.planner import PageReshape, Planner, ReadPlan, SourceReads, plan_reads
+from kvrdma.plan.request import BlockSpan, TokenRange
 
 __all__ = [
     "BlockSpan",

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from kvrdma.errors import PlanError
+from kvrdma.plan.request import MAX_POSITION, BlockSpan
 from kvrdma.plan.tokens import Ints
-
-if TYPE_CHECKING:
-    from kvrdma.plan.planner import BlockSpan
-
-MAX_POSITION = 1 << 40
-"""The highest position and block id: far above any sequence, and low enough for 64-bit arithmetic on both."""
 
 
 class BlockIds(NamedTuple):

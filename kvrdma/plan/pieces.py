@@ -1,4 +1,4 @@
-"""Rows of equal pages: written by broadcast, joined page by page before, and known to be whole without a look at them.
+"""Rows of equal pages: not written out, joined page by page, and known to be whole without a look at them.
 
 A request has thousands of rows and a pull waits for its plan. What decides about them is the ids of its pages: which
 of them follow each other on both sides, and how far the highest reaches. Rows are looked at one by one
@@ -14,15 +14,16 @@ import numpy as np
 
 from kvrdma.plan.prepare import LayerGroup, PlaneBases, Stream
 from kvrdma.plan.tokens import Ints
-from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Rows
+from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Grid, as_rows
 
 
 class Piece(NamedTuple):
     """Rows that one stream of a template reads for equal pages of all layers of a group.
 
     Attributes:
-        rows: ``(layers * pages * rows of the template, 4)``, by local address within each layer.
+        grid: each layer's start, and pages and rows of the template, by local address within a layer.
         rows_before: rows before pages that follow each other on both sides were joined.
+        nbytes: of all rows.
         plane: where the pages lie here.
         pages: local page ids, ascending.
         span: bytes from a layer's base to the first and behind the last byte that is written.
@@ -30,17 +31,18 @@ class Piece(NamedTuple):
         inside: no row leaves its regions.
     """
 
-    rows: Rows
+    grid: Grid
     rows_before: int
+    nbytes: int
     plane: PlaneBases
-    pages: Ints
+    pages: Ints | list[int]
     span: tuple[int, int]
     joined: bool
     inside: bool
 
 
 def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: int) -> Piece:
-    """Broadcast one stream over layers, pages and rows of the template.
+    """Broadcast one stream over pages and rows of the template.
 
     Args:
         group: the layers.
@@ -49,17 +51,11 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
         theirs: ``(P, R)`` remote page ids, one per row of the stream.
         highest: no remote page is above it.
     """
-    local, remote = group.local[stream.local_plane], group.remote[stream.source, stream.remote_plane]
-    span = int(pages[0]) * local.page_stride + stream.first, int(pages[-1]) * local.page_stride + stream.reach
-    reach = span[1], highest * remote.page_stride + stream.remote_reach
-    inside = min(local.page_stride, remote.page_stride) > 0 and reach[0] <= local.room and reach[1] <= remote.room
     here, there, length = pages, theirs, stream.length
-    joined = not (stream.touch and _ascends(theirs[:, :-1], theirs[:, 1:]))
-    if stream.reach > stream.first + local.page_stride:  # pages lie among one another: any two may meet
-        joined = False
-    elif len(pages) > 1 and stream.reach >= stream.first + local.page_stride:
+    joined = not (stream.woven or (stream.touch and _ascends(theirs[:, :-1], theirs[:, 1:])))
+    if len(pages) > 1 and stream.full:
         follows = pages[1:] == pages[:-1] + 1
-        if len(length) > 1 or not stream.reach - stream.first == local.page_stride == remote.page_stride:
+        if not stream.whole:
             joined &= not follows.any()
         else:
             follows &= theirs[1:, 0] == theirs[:-1, 0] + 1
@@ -67,24 +63,31 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
                 starts = np.flatnonzero(np.concatenate(([True], ~follows)))
                 here, there = pages[starts], theirs[starts]
                 length = np.diff(starts, append=len(pages))[:, None] * length
-    rows = np.empty((len(group.names), *there.shape, 4), np.int64)  # no address or offset is as high as its sign
-    mine = here[:, None] * local.page_stride + stream.local_offset
-    other = there * remote.page_stride + stream.remote_offset
-    np.add(local.base[:, None, None], mine, out=rows[..., LOCAL])
-    rows[..., REGION] = remote.region[:, None, None]
-    np.add(remote.base[:, None, None], other, out=rows[..., OFFSET])
-    rows[..., LENGTH] = length
-    return Piece(
-        rows.reshape(-1, 4).view(np.uint64), len(group.names) * theirs.size, local, pages, span, joined, inside
-    )
+    cells = np.zeros((*there.shape, 4), np.int64)  # no offset is as high as its sign
+    cells[..., LOCAL] = here[:, None] * stream.here.page_stride + stream.local_offset
+    cells[..., OFFSET] = there * stream.there.page_stride + stream.remote_offset
+    cells[..., LENGTH] = length
+    grid = Grid(stream.bases, cells.reshape(-1, 4).view(np.uint64))
+    return piece_of(group, stream, grid, pages, highest, joined=joined)
+
+
+def piece_of(
+    group: LayerGroup, stream: Stream, grid: Grid, pages: Ints | list[int], highest: int, *, joined: bool
+) -> Piece:
+    """Put a piece together; see ``fill`` and ``Piece``."""
+    local, remote, times = stream.here, stream.there, len(group.names) * len(pages)
+    span = int(pages[0]) * local.page_stride + stream.first, int(pages[-1]) * local.page_stride + stream.reach
+    reach = highest * remote.page_stride + stream.remote_reach
+    inside = min(local.page_stride, remote.page_stride) > 0 and span[1] <= local.room and reach <= remote.room
+    return Piece(grid, times * len(stream.length), times * stream.nbytes, local, pages, span, joined, inside)
 
 
 def are_joined(pieces: Sequence[Piece]) -> bool:
     """Whether certainly no two rows of the pieces are adjacent on both sides; they may lie in any order then."""
+    if len(pieces) < 2:
+        return not pieces or (pieces[0].joined and _layers_apart(pieces[0]))
     if not all(piece.joined for piece in pieces):
         return False
-    if len(pieces) == 1:
-        return pieces[0].plane.gap > pieces[0].span[1] - pieces[0].span[0]
     planes: dict[int, list[Piece]] = {}
     for piece in pieces:
         planes.setdefault(id(piece.plane), []).append(piece)
@@ -95,6 +98,9 @@ def are_joined(pieces: Sequence[Piece]) -> bool:
             return False
         if any(_meet(one.pages, other.pages) for i, one in enumerate(members) for other in members[:i]):
             return False
+    spans = [piece.span for piece in pieces]
+    if len(planes) == 1 and pieces[0].plane.gap > max(end for _, end in spans) - min(start for start, _ in spans):
+        return True
     starts, ends = [], []
     for first, *more in planes.values():
         starts.append(first.plane.base + min(piece.span[0] for piece in (first, *more)))
@@ -104,15 +110,29 @@ def are_joined(pieces: Sequence[Piece]) -> bool:
     return bool((start[order[1:]] > end[order[:-1]]).all())
 
 
+def _layers_apart(piece: Piece) -> bool:
+    """Whether the last row of one layer and the first of the next, as they lie here, are not adjacent on both sides."""
+    between = piece.plane.gap - (piece.span[1] - piece.span[0])
+    if between:
+        return between > 0
+    bases, cells = as_rows(piece.grid.bases), piece.grid.cells
+    region, start = bases[:, REGION], bases[:, OFFSET]
+    nbytes = int(cells[-1, OFFSET]) + int(cells[-1, LENGTH]) - int(cells[0, OFFSET])
+    return not ((region[1:] == region[:-1]) & (start[1:] == start[:-1] + np.uint64(nbytes % (1 << 64)))).any()
+
+
 def _ascends(page: Ints, following: Ints) -> bool:
     """Whether any page is followed by itself or by the next one."""
     step = following - page
     return bool(((step >= 0) & (step <= 1)).any())
 
 
-def _meet(one: Ints, other: Ints) -> bool:
+def _meet(one: Ints | list[int], other: Ints | list[int]) -> bool:
     """Whether a page of one is, or is next to, one of the other; both ascending."""
     few, many = (one, other) if len(one) < len(other) else (other, one)
+    if isinstance(few, list) and isinstance(many, list):
+        return not {page + step for page in few for step in (-1, 0, 1)}.isdisjoint(many)
+    few, many = np.asarray(few), np.asarray(many)
     after = np.searchsorted(many, few)
     above, below = many[np.minimum(after, len(many) - 1)], many[np.maximum(after - 1, 0)]
     return bool(((abs(above - few) <= 1) | (abs(below - few) <= 1)).any())

@@ -6,78 +6,51 @@ could not serve is refused. ``plan`` is then pure arithmetic on the request's bl
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrdma.errors import PlanError
 from kvrdma.layout import KVLayout, Storage
 from kvrdma.plan.finish import check_bounds, join_rows
-from kvrdma.plan.ids import MAX_POSITION, BlockIds, block_ids, check_ids
+from kvrdma.plan.ids import BlockIds, block_ids, check_ids
 from kvrdma.plan.landing import ReadCost
 from kvrdma.plan.pieces import Piece, are_joined, fill
 from kvrdma.plan.prepare import LayerGroup, PageTemplate, prepare
+from kvrdma.plan.request import BlockSpan, TokenRange, local_pages, range_of, remote_pages
+from kvrdma.plan.short import short_pieces
 from kvrdma.plan.tokens import Ints, tokens_before
 from kvrdma.reshape.spec import Reshape
-from kvrdma.rows import LENGTH, Rows
+from kvrdma.rows import Batch, RowGrids, Rows, as_rows
 from kvrdma.topology import RankId, Source
 
 MAX_ROWS = 1 << 25
 """Rows of one request; more would take over a gigabyte to describe."""
 
 
-class TokenRange(NamedTuple):
-    """Positions ``[start, end)`` to read: from the end of the cached prefix to the last one computed."""
-
-    start: int
-    end: int
-
-    def last(self, window: int) -> TokenRange:
-        """What a sliding window still needs: the last ``window`` positions of the range."""
-        return TokenRange(max(self.start, self.end - window), self.end)
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """Block ids of one KV group, with the place in the sequence they belong to.
-
-    Attributes:
-        ids: one-dimensional integers. Blocks beyond the token range (lookahead) are ignored.
-        first: which block of the sequence ``ids[0]`` is; more than 0 where leading blocks were dropped.
-    """
-
-    ids: Sequence[int] | Ints
-    first: int = 0
-
-    @classmethod
-    def without_null(cls, ids: Sequence[int], null: int = 0) -> BlockSpan:
-        """Drop leading null blocks, as a sliding window leaves them, and remember how many there were."""
-        first = next((i for i, block in enumerate(ids) if block != null), len(ids))
-        return cls(ids[first:], first)
-
-
-@dataclass(frozen=True, slots=True)
-class SourceReads:
-    """What to read from one remote rank. ``rows`` may be empty: the rank must still be told when done.
+class SourceReads(msgspec.Struct, frozen=True):
+    """What to read from one remote rank. ``batch`` may be empty: the rank must still be told when done.
 
     Attributes:
         source: the remote rank and the heads taken from it.
-        rows: ``(N, 4)`` uint64: local address, index in the rank's regions, offset, bytes; in no particular order.
+        batch: the rows, in no particular order, as a transport takes them.
         rows_before: rows before adjacent ones were joined.
+        nbytes: bytes to read.
     """
 
     source: Source
-    rows: Rows
+    batch: Batch
     rows_before: int
+    nbytes: int
 
     @property
-    def nbytes(self) -> int:
-        """Bytes to read."""
-        return int(self.rows[:, LENGTH].sum())
+    def rows(self) -> Rows:
+        """The rows written out: ``(N, 4)`` uint64: local address, index in the rank's regions, offset, bytes."""
+        return as_rows(self.batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +70,7 @@ class PageReshape:
     pages: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(msgspec.Struct, frozen=True):
     """Everything one rank does to fetch a request: what to read from each source, then reshapes in this order."""
 
     sources: tuple[SourceReads, ...]
@@ -167,9 +139,16 @@ class Planner:
         reshapes: dict[tuple[tuple[str, ...], tuple[tuple[int, Reshape], ...]], list[Ints]] = {}
         planned = 0
         for group in self._groups:
+            short = short_pieces(group, (local, remote), tokens)
+            if short is not None:
+                for source, piece in short:
+                    planned = _count_rows(planned, group, piece.rows_before, len(piece.pages))
+                    pieces[source].append(piece)
+                continue
             wanted, here, there, top = _open_group(group, (local, remote), tokens)
             for pages in _pages(group, here, wanted):
-                planned = _count_rows(planned, group, pages)
+                each = sum(len(stream.length) for stream in pages.template.streams)
+                planned = _count_rows(planned, group, len(group.names) * len(pages.local) * each, len(pages.local))
                 for stream in pages.template.streams:
                     (lowest, highest), (first, last) = pages.ends, stream.remote_pages
                     index = pages.remote_start[:, None]
@@ -186,14 +165,18 @@ class Planner:
         return ReadPlan(tuple(map(self._finish, range(len(pieces)), pieces)), finished)
 
     def _finish(self, index: int, pieces: list[Piece]) -> SourceReads:
-        if not pieces:
-            return SourceReads(self.sources[index], np.empty((0, 4), np.uint64), 0)
-        rows = pieces[0].rows if len(pieces) == 1 else np.concatenate([piece.rows for piece in pieces])
+        if len(pieces) == 1 and pieces[0].inside and are_joined(pieces):  # the usual case, in few steps
+            (piece,) = pieces
+            return SourceReads(
+                self.sources[index], RowGrids((piece.grid,), as_they_are=True), piece.rows_before, piece.nbytes
+            )
+        batch: Batch = RowGrids([piece.grid for piece in pieces], as_they_are=True)
         if not are_joined(pieces):
-            rows = join_rows(rows, self._local_regions)
+            batch = join_rows(as_rows(batch), self._local_regions)
         if not all(piece.inside for piece in pieces):
-            check_bounds(rows, self._local_regions, self._remote_regions[index])
-        return SourceReads(self.sources[index], rows, sum(piece.rows_before for piece in pieces))
+            check_bounds(as_rows(batch), self._local_regions, self._remote_regions[index])
+        counts = (sum(piece.rows_before for piece in pieces), sum(piece.nbytes for piece in pieces))
+        return SourceReads(self.sources[index], batch, *counts)
 
 
 def _open_group(
@@ -218,59 +201,21 @@ def _open_group(
         block_ids(local, group.pages_per_block, "local"),
         block_ids(remote, group.remote_pages_per_block, "remote"),
     )
-    wanted, highest = _range_of(group, tokens, (len(here.ids), len(there.ids))), -1
+    wanted, highest = range_of(group, tokens, (len(here.ids), len(there.ids))), -1
     if wanted.start < wanted.end:
-        check_ids(here, _local_pages(group, wanted), group.blocks[0], group.names[0])
-        highest = check_ids(there, _remote_pages(group, wanted), group.blocks[1], group.names[0])
+        check_ids(here, local_pages(group, wanted), group.blocks[0], group.names[0])
+        highest = check_ids(there, remote_pages(group, wanted), group.blocks[1], group.names[0])
     return wanted, here, there, highest
 
 
-def _count_rows(planned: int, group: LayerGroup, pages: _Pages) -> int:
+def _count_rows(planned: int, group: LayerGroup, more: int, pages: int) -> int:
     """Add the rows of these pages to those planned so far, before memory is spent on them."""
-    more = len(group.names) * len(pages.local) * sum(len(stream.length) for stream in pages.template.streams)
     if planned + more > MAX_ROWS:
         raise PlanError(
-            f"the request takes over {MAX_ROWS} rows ({more} for {len(pages.local)} pages of {group.names[0]}): use "
+            f"the request takes over {MAX_ROWS} rows ({more} for {pages} pages of {group.names[0]}): use "
             "equal block sizes and page formats, or pull fewer tokens at a time"
         )
     return planned + more
-
-
-def _range_of(group: LayerGroup, tokens: TokenRange | Sequence[TokenRange], counts: tuple[int, int]) -> TokenRange:
-    if group.format.kind == "state":
-        if counts[0] != counts[1]:
-            raise PlanError(
-                f"layer {group.names[0]}: {counts[0]} local and {counts[1]} remote state "
-                "blocks cannot be paired; clip both to the running state first"
-            )
-        return TokenRange(0, counts[0])
-    if isinstance(tokens, TokenRange):
-        given = tokens
-    elif group.group < len(tokens):
-        given = tokens[group.group]
-    else:
-        raise PlanError(f"KV group {group.group} has no token range; got {len(tokens)}")
-    try:
-        wanted = TokenRange(*map(operator.index, given))
-    except TypeError:
-        raise PlanError(f"KV group {group.group}: a token range is two integers, got {given}") from None
-    if not 0 <= wanted.start <= wanted.end <= MAX_POSITION:
-        raise PlanError(
-            f"KV group {group.group}: token range must satisfy 0 <= start <= end <= {MAX_POSITION}, got {wanted}"
-        )
-    return wanted
-
-
-def _local_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
-    """Pages of the sequence, ``[lo, hi)``, that hold what this rank wants."""
-    lo, hi = (tokens_before(group.tokens, position) for position in wanted)
-    return (lo // group.format.tokens, -(-hi // group.format.tokens)) if lo < hi else (0, 0)
-
-
-def _remote_pages(group: LayerGroup, wanted: TokenRange) -> tuple[int, int]:
-    """Pages of the sequence, ``[lo, hi)``, outside of which no remote rank holds anything wanted."""
-    (first, last), size = group.ends, group.theirs.tokens
-    return tokens_before(last, wanted.start) // size, -(-tokens_before(first, wanted.end) // size)
 
 
 def _pages(group: LayerGroup, here: BlockIds, wanted: TokenRange) -> Iterator[_Pages]:

@@ -30,41 +30,15 @@ from kvrdma.plan.landing import ReadCost
 from kvrdma.plan.page import fill_page, page_rows
 from kvrdma.plan.tokens import Ints, PageSide, TokenMap, token_map
 from kvrdma.reshape.spec import Reshape
+from kvrdma.rows import Rows
 from kvrdma.topology import RankId, Source
 
 _MAX_CACHED_ROWS = 1 << 20
 _MAX_WARM_PAGES = 8
 _MAX_LISTED = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Rows of a page that share source and planes; arrays of one length, relative to page starts.
-
-    They lie between ``first`` and ``reach`` of the local page and end before ``remote_reach`` of the remote one.
-    ``touch``: some of them follow each other in the local page. ``remote_pages``: lowest and highest remote page.
-    """
-
-    source: int
-    local_plane: int
-    remote_plane: int
-    remote_page: Ints
-    local_offset: Ints
-    remote_offset: Ints
-    length: Ints
-    first: int
-    reach: int
-    remote_reach: int
-    touch: bool
-    remote_pages: tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class PageTemplate:
-    """All rows of one page, and the reshapes that finish it as ``(plane, reshape)``."""
-
-    streams: tuple[Stream, ...]
-    reshapes: tuple[tuple[int, Reshape], ...]
+_MAX_CELLS = 64
+_NO_MEMORY = 1 << 61
+"""Bytes; sums of some offsets below it are exact in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +57,62 @@ class PlaneBases:
     gap: int
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Rows of a page that share source and planes; arrays of one length, relative to page starts.
+
+    Attributes:
+        source: which of the sources.
+        here, there: the plane of either side.
+        bases: ``(L, 4)`` uint64 rows of length 0: where the planes start, layer by layer.
+        remote_page, local_offset, remote_offset, length: the rows, by local offset.
+        cells: the same without the page, as tuples, if they are few.
+        first, reach: bytes of the local page between which they lie.
+        remote_reach: bytes of the remote page that they need.
+        remote_pages: lowest and highest remote page.
+        nbytes: of one page.
+        touch: some rows follow each other in the local page.
+        woven: pages lie among one another here, so that rows of any two may meet.
+        full: a page ends where the next one begins, so that rows of pages that follow each other may meet.
+        whole: a page is one row on both sides: pages that follow each other on both are joined.
+    """
+
+    source: int
+    here: PlaneBases
+    there: PlaneBases
+    bases: Rows
+    remote_page: Ints
+    local_offset: Ints
+    remote_offset: Ints
+    length: Ints
+    cells: tuple[tuple[int, int, int], ...]
+    first: int
+    reach: int
+    remote_reach: int
+    remote_pages: tuple[int, int]
+    nbytes: int
+    touch: bool
+    woven: bool
+    full: bool
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PageTemplate:
+    """All rows of one page, and the reshapes that finish it as ``(plane, reshape)``."""
+
+    streams: tuple[Stream, ...]
+    reshapes: tuple[tuple[int, Reshape], ...]
+
+
 @dataclass(slots=True)
 class LayerGroup:
     """Layers whose pages are filled by the same rows at different bases.
 
     ``remote`` maps (source, plane) to the bases on that source. ``local`` bases are addresses, remote bases
     offsets in a region. ``blocks``: how many either side has, by its smallest tensor. ``ends``: the remote token
-    shares that hold the first and the last position of a round.
+    shares that hold the first and the last position of a round. ``pages_pair``: each page here is a block and holds the
+    same positions as one page, a block, of the other side.
     """
 
     names: tuple[str, ...]
@@ -106,7 +129,9 @@ class LayerGroup:
     cost: ReadCost
     blocks: tuple[int, int] = field(init=False)
     ends: tuple[TokenShare, TokenShare] = field(init=False)
+    pages_pair: bool = field(init=False)
     _templates: dict[tuple[int, int, int], PageTemplate] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int, int], tuple[PlaneBases, PlaneBases, Rows]] = field(default_factory=dict)
     _rows: int = 0
 
     def __post_init__(self) -> None:
@@ -114,6 +139,9 @@ class LayerGroup:
         self.blocks = pages[0] // self.pages_per_block, pages[1] // self.remote_pages_per_block
         size, interleave = self.theirs.dcp_size, self.theirs.interleave
         self.ends = TokenShare(0, size, interleave), TokenShare(size - 1, size, interleave)
+        alone = self.format.kind != "state" and self.tokens.dcp_size == size == 1
+        paired = {self.pages_per_block, self.remote_pages_per_block, len(self.map), self.map.remote_pages}
+        self.pages_pair = alone and paired == {1}
 
     def template(self, page: int, lo: int, hi: int) -> PageTemplate:
         """Rows for slots ``[lo, hi)`` of the ``page``-th page of the period; reshapes for full pages only."""
@@ -128,6 +156,14 @@ class LayerGroup:
             self._templates[key] = found
         return found
 
+    def _paired(self, source: int, local_plane: int, remote_plane: int) -> tuple[PlaneBases, PlaneBases, Rows]:
+        key = (source, local_plane, remote_plane)
+        if key not in self._pairs:
+            local, remote = self.local[local_plane], self.remote[source, remote_plane]
+            columns = (local.base, remote.region, remote.base, np.zeros_like(local.base))
+            self._pairs[key] = local, remote, np.stack(columns, axis=1).astype(np.uint64)
+        return self._pairs[key]
+
     def warm(self) -> None:
         """Build the templates of full pages now, unless the period has too many of them."""
         if len(self.map) <= _MAX_WARM_PAGES:
@@ -137,31 +173,38 @@ class LayerGroup:
     def _build(self, page: int, lo: int, hi: int) -> PageTemplate:
         runs = self.map.page(page).clip(lo, hi)
         if hi - lo < self.format.tokens:
-            return PageTemplate(tuple(_streams(page_rows(self.format, self.shares, runs))), ())
+            return PageTemplate(tuple(self._streams(page_rows(self.format, self.shares, runs))), ())
         fill = fill_page(self.format, self.shares, runs, self.cost)
-        return PageTemplate(tuple(_streams(fill.rows)), fill.reshapes)
+        return PageTemplate(tuple(self._streams(fill.rows)), fill.reshapes)
+
+    def _streams(self, table: Table) -> Iterator[Stream]:
+        keys = table[:, [SOURCE, LOCAL_PLANE, REMOTE_PLANE]]
+        for key in np.unique(keys, axis=0):
+            rows = table[(keys == key).all(axis=1)]
+            rows = rows[np.argsort(rows[:, LOCAL_OFFSET], kind="stable")]
+            yield _stream(int(key[0]), *self._paired(*key.tolist()), rows)
 
 
-def _streams(table: Table) -> Iterator[Stream]:
-    keys = table[:, [SOURCE, LOCAL_PLANE, REMOTE_PLANE]]
-    for key in np.unique(keys, axis=0):
-        rows = table[(keys == key).all(axis=1)]
-        rows = rows[np.argsort(rows[:, LOCAL_OFFSET], kind="stable")]
-        source, local_plane, remote_plane = key.tolist()
-        columns = (REMOTE_PAGE, LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)
-        pages, local, remote, length = (np.ascontiguousarray(rows[:, column]) for column in columns)
-        start, end = rows[:, LOCAL_OFFSET], rows[:, LOCAL_OFFSET] + rows[:, LENGTH]
-        yield Stream(
-            *(source, local_plane, remote_plane, pages),
-            local_offset=local,
-            remote_offset=remote,
-            length=length,
-            first=int(start[0]),
-            reach=int(end.max()),
-            remote_reach=int((rows[:, REMOTE_OFFSET] + rows[:, LENGTH]).max()),
-            touch=bool((start[1:] <= end[:-1]).any()),
-            remote_pages=(int(pages.min()), int(pages.max())),
-        )
+def _stream(source: int, here: PlaneBases, there: PlaneBases, bases: Rows, rows: Table) -> Stream:
+    columns = (REMOTE_PAGE, LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)
+    pages, local, remote, length = (np.ascontiguousarray(rows[:, column]) for column in columns)
+    first, reach = int(local[0]), int((local + length).max())
+    return Stream(
+        *(source, here, there, bases, pages),
+        local_offset=local,
+        remote_offset=remote,
+        length=length,
+        cells=tuple(map(tuple, rows[:, columns[1:]].tolist())) if len(rows) <= _MAX_CELLS else (),
+        first=first,
+        reach=reach,
+        remote_reach=int((remote + length).max()),
+        remote_pages=(int(pages.min()), int(pages.max())),
+        nbytes=int(length.sum()),
+        touch=bool((local[1:] <= (local + length)[:-1]).any()),
+        woven=reach > first + here.page_stride,
+        full=reach == first + here.page_stride,
+        whole=len(rows) == 1 and reach - first == here.page_stride == there.page_stride,
+    )
 
 
 def prepare(
@@ -291,6 +334,12 @@ def _address(local: KVLayout, layer: Layer) -> int:
 def _bases(layers: Sequence[Layer], plane: int, owner: KVLayout, *, addresses: bool = False) -> PlaneBases:
     """Bases of one plane over layers of ``owner``: addresses, or else region offsets."""
     planes = [layer.planes[plane] for layer in layers]
+    for layer, p in zip(layers, planes, strict=True):
+        if max(abs(p.page_stride * p.num_pages), abs(p.offset)) >= _NO_MEMORY:
+            raise PlanError(
+                f"layer {layer.name}: {p.num_pages} pages, {p.page_stride} bytes apart from byte {p.offset} on, are "
+                "more than any memory: the layout is wrong"
+            )
     starts = [owner.regions[p.region].addr if addresses else 0 for p in planes]
     base = [p.offset + start for p, start in zip(planes, starts, strict=True)]
     known = all(0 <= p.region < len(owner.regions) and p.offset >= 0 for p in planes)

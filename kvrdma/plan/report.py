@@ -9,7 +9,8 @@ import numpy as np
 
 from kvrdma.errors import PlanError
 from kvrdma.plan.landing import ReadCost
-from kvrdma.plan.planner import BlockSpan, PageReshape, Planner, TokenRange
+from kvrdma.plan.planner import PageReshape, Planner
+from kvrdma.plan.request import BlockSpan, TokenRange
 from kvrdma.plan.sketch import CacheSketch, sketch_layout
 from kvrdma.plan.tokens import Ints
 from kvrdma.reshape.spec import Reshape
@@ -168,7 +169,7 @@ def _report_rank(pair: Pair, rank: RankId, sources: tuple[Source, ...], cost: Re
             s.source,
             counts.get(s.source.rank.rank % pair.producer.dcp_size, 0),
             s.rows_before,
-            len(s.rows),
+            len(s.batch),
             s.nbytes,
         )
         for s in plan.sources

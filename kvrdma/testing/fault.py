@@ -22,7 +22,8 @@ from kvrdma.transport import PeerLost, ReadDone, ReadFailed, ReadId, poll_until
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kvrdma.rows import Rows
+    from kvrdma.rows import Batch as RowBatch
+    from kvrdma.rows import Rows, RowTable
     from kvrdma.transport import Capabilities, Completion, Device, Peer, Region, Transport
 
 
@@ -115,7 +116,7 @@ class FaultTransport:
         """As the wrapped transport."""
         return self._inner.connect(address, keys)
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: RowBatch, then: RowTable | None = None) -> ReadId:
         """Post the batch with the next fault; rows are checked whatever it is."""
         batch = _Batch(as_rows(rows), as_rows([] if then is None else then))
         local = [(region.addr, region.nbytes) for region in self._regions.values()]

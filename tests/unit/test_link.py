@@ -32,7 +32,7 @@ from kvrdma.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from kvrdma.rows import Rows
+from kvrdma.rows import Batch, Rows, RowTable, as_rows
 from kvrdma.testing import Fault, FaultTransport
 from kvrdma.transport import Capabilities, Completion, Device, Peer, ReadDone, ReadId, Region, Transport, wait
 from kvrdma_memory import MemoryTransport
@@ -147,7 +147,8 @@ class Hasty(MemoryTransport):
         self._missing = missing
         self._owed: tuple[Peer, Rows] | None = None
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
+        rows = as_rows(rows)
         self._owed = peer, rows[self._missing :][:1].copy()
         return super().read(peer, np.delete(rows, self._missing, axis=0), then)
 
@@ -178,7 +179,7 @@ class Lazy(MemoryTransport):
 
     reads = 0
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         self.reads += 1
         return super().read(peer, rows if self.reads <= 2 else np.empty((0, 4), np.uint64), then)
 
@@ -306,7 +307,7 @@ def test_a_spent_budget_leaves_three_reads_and_an_unlimited_one_all(budget_s: fl
     class Counting(MemoryTransport):
         count = 0
 
-        def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+        def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
             self.count += 1
             return super().read(peer, rows, then)
 

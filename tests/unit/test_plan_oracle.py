@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from kvrdma.errors import PlanError
 from kvrdma.plan import BlockSpan, PageReshape, ReadPlan, TokenRange
@@ -115,12 +116,12 @@ def _list_order(_: Case, group: Group) -> tuple[BlockSpan, BlockSpan, TokenRange
 
 
 def _drop_last_row(plan: ReadPlan) -> ReadPlan:
-    return ReadPlan(tuple(replace(s, rows=s.rows[:-1]) for s in plan.sources), plan.reshapes)
+    return ReadPlan(tuple(structs.replace(s, batch=s.rows[:-1]) for s in plan.sources), plan.reshapes)
 
 
 def _one_byte_more(plan: ReadPlan) -> ReadPlan:
     return ReadPlan(
-        tuple(replace(s, rows=s.rows + np.array([0, 0, 0, 1], np.uint64)) for s in plan.sources),
+        tuple(structs.replace(s, batch=s.rows + np.array([0, 0, 0, 1], np.uint64)) for s in plan.sources),
         plan.reshapes,
     )
 
@@ -131,7 +132,7 @@ def _swap_two(plan: ReadPlan) -> ReadPlan:
         rows[:2, 2] = rows[1::-1, 2]
         return rows
 
-    return ReadPlan(tuple(replace(s, rows=swapped(s.rows)) for s in plan.sources), plan.reshapes)
+    return ReadPlan(tuple(structs.replace(s, batch=swapped(s.rows)) for s in plan.sources), plan.reshapes)
 
 
 MISTAKES = {

@@ -18,8 +18,14 @@ from tests.unit.test_plan import ONE, PAGE, layout
 Ids = tuple[list[int], list[int]]
 
 
+@pytest.fixture(params=["short", "by NumPy"], autouse=True)
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "short":
+        monkeypatch.setattr(planner, "short_pieces", lambda *_: None)
+
+
 def made(local: KVLayout, remote: KVLayout, ids: Ids, tokens: tuple[int, int]) -> ReadPlan:
-    spans = [[BlockSpan(each)] for each in ids]
+    spans = [[BlockSpan(tuple(each))] for each in ids]
     return Planner(local, {RankId(0, 0): remote}, ONE).plan(spans[0], spans[1], TokenRange(*tokens))
 
 
@@ -93,6 +99,22 @@ def test_pages_joined_before_their_rows_exist_keep_their_bytes(looks: list[str])
     assert (source.rows_before, source.nbytes, looks) == (8, 8 * PAGE, [])
 
 
+@pytest.mark.parametrize(
+    ("theirs", "rows"),
+    [
+        ([0, 5, 9], 5),  # their last page of a layer touches the first of the next, as here: one row less
+        ([9, 5, 0], 6),
+        ([1, 5, 9], 6),
+    ],
+)
+def test_layers_that_touch_here_are_looked_at_only_where_they_do_on_the_other_side(
+    looks: list[str], theirs: list[int], rows: int
+) -> None:
+    (source,) = made(layout(layers=2), layout(layers=2), ([0, 4, 9], theirs), (0, 12)).sources
+    assert (len(source.rows), source.rows_before) == (rows, 6)
+    assert looks == (["join_rows"] if rows == 5 else [])
+
+
 def test_layers_that_lie_in_one_another_are_looked_at(looks: list[str]) -> None:
     """Blocks that hold a page of each layer: the pages of one block follow each other on both sides."""
     layers = [Plane(0, i * PAGE, 3 * PAGE, 10) for i in range(3)]
@@ -124,6 +146,18 @@ def test_a_layout_that_lies_is_looked_at_row_by_row(looks: list[str], lie: dict[
     with pytest.raises(PlanError, match=rf"{where} region|the peer has only"):
         made(*((false, honest) if where == "local" else (honest, false)), ([3], [3]), (0, 4))
     assert "check_bounds" in looks
+
+
+@pytest.mark.parametrize("lie", [{"page_stride": 1 << 58}, {"page_stride": -(1 << 58)}, {"offset": 1 << 61}])
+def test_a_layout_of_more_than_any_memory_is_refused(lie: dict[str, int]) -> None:
+    honest = layout()
+    (layer,) = honest.layers
+    false = msgspec.structs.replace(
+        honest, layers=(msgspec.structs.replace(layer, planes=(msgspec.structs.replace(layer.planes[0], **lie),)),)
+    )
+    for pair in ((false, honest), (honest, false)):
+        with pytest.raises(PlanError, match=r"layer l0: 10 pages, .* are more than any memory"):
+            Planner(pair[0], {RankId(0, 0): pair[1]}, ONE)
 
 
 def test_pages_that_lie_among_one_another_meet_at_any_distance(looks: list[str]) -> None:

@@ -50,8 +50,8 @@ static uint64_t connect(Handle &handle, int pid, uint64_t start, uint64_t cookie
     return handle.call([&](Core &core) { return core.connect(who, std::move(memory)); });
 }
 
-static uint64_t read(Handle &handle, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
-    const Given given = given_of(rows, then);
+static uint64_t read(Handle &handle, uint64_t peer, const GridArrays &grids, const GridArrays &then) {
+    const Given given = given_of(grids, then);
     return handle.call([&](Core &core) { return core.read(peer, given); });
 }
 
@@ -85,7 +85,7 @@ NB_MODULE(_cma, module) {
         .def("check_open", [](Handle &handle) { handle.call([](Core &core) { core.check_open(); }); })
         .def("connect", &connect, nb::arg("pid"), nb::arg("start_time"), nb::arg("cookie_addr"), nb::arg("cookie"),
              nb::arg("memory"))
-        .def("read", &read, nb::arg("peer"), nb::arg("rows"), nb::arg("then") = nb::none())
+        .def("read", &read, nb::arg("peer"), nb::arg("grids").noconvert(), nb::arg("then").noconvert())
         .def("poll", [](Handle &handle) { return events_of(handle.call([](Core &core) { return core.poll(); })); })
         .def("fileno", [](Handle &handle) { return handle.call([](Core &core) { return core.fd(); }); })
         .def(

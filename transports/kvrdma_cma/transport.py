@@ -18,7 +18,7 @@ from kvrdma.errors import (
     RegistrationError,
     TransportUnavailableError,
 )
-from kvrdma.rows import as_rows
+from kvrdma.rows import grids_of
 from kvrdma.transport import (
     Capabilities,
     Completion,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvrdma.finding import Finding
     from kvrdma.host import HostView
-    from kvrdma.rows import Rows
+    from kvrdma.rows import Batch, RowTable
 
 _ADDRESS = struct.Struct("<16sQiQQ16s")
 _KEY = struct.Struct("<16sQQQ16s")
@@ -155,12 +155,12 @@ class CmaTransport:
         self._peers[peer.id] = peer
         return peer
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
-        array, last = as_rows(rows), None if then is None else as_rows(then)
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
+        grids, last = grids_of(rows), grids_of(then)
         if self._peers.get(peer.id) is not peer:
             self._core.check_open()
             raise PeerLostError(f"peer {peer.id} is not connected to this transport (any more): connect again")
-        return ReadId(self._core.read(peer.id, array, last))
+        return ReadId(self._core.read(peer.id, grids, last))
 
     def poll(self) -> list[Completion]:
         return [completion_of(event) for event in self._core.poll()]

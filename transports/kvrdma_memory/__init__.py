@@ -49,7 +49,7 @@ from kvrdma.transport import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvrdma.rows import Rows
+    from kvrdma.rows import Batch, Rows, RowTable
 
 # The network of this transport: who can be reached by which address. A dropped transport leaves it by itself.
 _network: weakref.WeakValueDictionary[bytes, MemoryTransport] = weakref.WeakValueDictionary()
@@ -145,7 +145,7 @@ class MemoryTransport:
             self._remote[peer.id] = (peer, remote, numbers)
             return peer
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         rows, last = as_rows(rows), as_rows([] if then is None else then)
         with self._lock:
             self._check_open()

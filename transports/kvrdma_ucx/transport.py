@@ -14,7 +14,7 @@ from kvrdma.errors import (
     RegistrationError,
     TransportUnavailableError,
 )
-from kvrdma.rows import as_rows
+from kvrdma.rows import grids_of
 from kvrdma.transport import (
     Capabilities,
     Completion,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kvrdma.finding import Finding
     from kvrdma.host import HostView
-    from kvrdma.rows import Rows
+    from kvrdma.rows import Batch, RowTable
 
 _MAX_IN_FLIGHT = 4096
 
@@ -175,13 +175,13 @@ class UcxTransport:
         self._peers[peer.id] = peer
         return peer
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         """Check and copy the rows, hand them to the progress thread, and return."""
-        array, last = as_rows(rows), None if then is None else as_rows(then)
+        grids, last = grids_of(rows), grids_of(then)
         if self._peers.get(peer.id) is not peer:
             self._core.address()  # raises if closed
             raise PeerLostError(f"peer {peer.id} is not a peer of this transport, or was disconnected: connect first")
-        return ReadId(self._core.read(peer.id, array, last))
+        return ReadId(self._core.read(peer.id, grids, last))
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvrdma.compiled import why_missing
 from kvrdma.errors import BlobError, ConfigError, PeerLostError, RegistrationError, TransportUnavailableError
 from kvrdma.finding import Finding, green
-from kvrdma.rows import as_rows
+from kvrdma.rows import grids_of
 from kvrdma.transport import (
     Capabilities,
     Completion,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvrdma.host import HostView
-    from kvrdma.rows import Rows
+    from kvrdma.rows import Batch, RowTable
 
 _MAX_QUEUES = 8
 """Per lane; eight lanes of them are what one greeting may hold."""
@@ -166,13 +166,13 @@ class VerbsTransport:
         self._peers[peer.id] = peer
         return peer
 
-    def read(self, peer: Peer, rows: Rows, then: Rows | None = None) -> ReadId:
+    def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         """Check and copy the rows, hand them to the thread that posts, and return."""
-        array, last = as_rows(rows), None if then is None else as_rows(then)
+        grids, last = grids_of(rows), grids_of(then)
         if self._peers.get(peer.id) is not peer:
             self._core.address()  # raises if closed
             raise PeerLostError(f"peer {peer.id} is not a peer of this transport, or was disconnected: connect first")
-        return ReadId(self._core.read(peer.id, array, last))
+        return ReadId(self._core.read(peer.id, grids, last))
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""

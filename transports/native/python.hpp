@@ -3,7 +3,6 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -19,9 +18,22 @@ namespace nb = nanobind;
 using RowArray = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using Event = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, std::string, int>;
 
-inline Given given_of(const RowArray &rows, const std::optional<RowArray> &then) {
-    const auto data = [](const RowArray &array) { return reinterpret_cast<const Row *>(array.data()); };
-    return {data(rows), rows.shape(0), then ? data(*then) : nullptr, then ? then->shape(0) : 0};
+using GridArrays = std::vector<std::tuple<RowArray, RowArray>>; // bases and cells
+
+inline Grid grid_of(const RowArray &bases, const RowArray &cells) {
+    return {reinterpret_cast<const Row *>(bases.data()), bases.shape(0), reinterpret_cast<const Row *>(cells.data()),
+            cells.shape(0)};
+}
+
+inline Given given_of(const GridArrays &grids, const GridArrays &then) {
+    Given given;
+    for (const auto &[bases, cells] : grids)
+        given.head.push_back(grid_of(bases, cells));
+    for (const auto &[bases, cells] : then)
+        given.tail.push_back(grid_of(bases, cells));
+    given.count = count_rows(given.head);
+    given.then_count = count_rows(given.tail);
+    return given;
 }
 
 inline std::vector<Event> events_of(std::vector<Completion> &&done) {

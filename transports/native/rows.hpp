@@ -1,6 +1,7 @@
 // Rows, and the three things done to a batch before it is posted: copy it with its bounds checked, sort, merge.
 //
-// A batch has a head and, behind it in the same array, a tail: rows that are read once the head has arrived.
+// A batch has a head, given as grids, and, behind it in the same array, a tail: rows that are read once the head has
+// arrived.
 // kvrdma/rows.py is the readable definition of the same functions.
 #pragma once
 
@@ -27,6 +28,9 @@ struct Row {
     Row() noexcept {} // not zeroed: an array that is about to be filled is not written twice
     Row(uint64_t address, uint64_t remote, uint64_t from, uint64_t nbytes) noexcept
         : local(address), region(remote), offset(from), length(nbytes) {}
+    Row operator+(const Row &more) const noexcept {
+        return {local + more.local, region + more.region, offset + more.offset, length + more.length};
+    }
     // A copy for which every field is read exactly once, whatever another thread writes meanwhile.
     Row once() const volatile noexcept { return {local, region, offset, length}; }
 
@@ -130,13 +134,32 @@ struct Run {
     uint64_t begin, end; // local addresses, from the first byte that may be written to behind the last
 };
 
+// Rows as a caller gives them: the sum of each base and each cell, field by field, cells running fastest.
+struct Grid {
+    const Row *bases = nullptr;
+    size_t base_count = 0;
+    const Row *cells = nullptr;
+    size_t cell_count = 0;
+};
+
 // A batch as a caller gives it.
 struct Given {
-    const Row *rows = nullptr;
-    size_t count = 0;
-    const Row *then = nullptr; // the tail
-    size_t then_count = 0;
+    std::vector<Grid> head, tail;
+    size_t count = 0, then_count = 0; // rows of either
 };
+
+// Throws RowsError if they cannot be counted.
+inline size_t count_rows(const std::vector<Grid> &grids) {
+    size_t total = 0;
+    for (const Grid &grid : grids) {
+        size_t rows = 0;
+        if (__builtin_mul_overflow(grid.base_count, grid.cell_count, &rows) ||
+            __builtin_add_overflow(total, rows, &total))
+            throw StatusError("RowsError", "a grid of " + std::to_string(grid.base_count) + " bases and " +
+                                               std::to_string(grid.cell_count) + " cells: too many rows to count");
+    }
+    return total;
+}
 
 struct Taken {
     uint64_t nbytes = 0, then_nbytes = 0;
@@ -145,11 +168,11 @@ struct Taken {
 // 2 KiB: the processor's own prefetching ends at each page, where cold memory costs most (10 to 6 ns a row).
 constexpr size_t kPrefetchRows = 64;
 
-// Copies rows that a caller gave and may change meanwhile, checks the copies and tells `note` of every Run, in one
-// pass: cold memory is what a caller of read() waits for. `rows` has room for them from `first` on. Returns their bytes.
+// Writes out rows that a caller gave and may change meanwhile, checks them and tells `note` of every Run, in one pass:
+// cold memory is what a caller of read() waits for. `rows` has room for them from `first` on. Returns their bytes.
 // Throws RowsError for the first row that leaves its local or remote region.
 template <typename Note>
-uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_t first, const RegionTable &local,
+uint64_t take_rows(const std::vector<Grid> &grids, std::vector<Row> &rows, size_t first, const RegionTable &local,
                    const std::vector<uint64_t> &remote, Note note) {
     const RegionTable::Entry *here = nullptr;
     uint64_t nbytes = 0, regions = ~0ull, begin = 0, end = 0;
@@ -157,31 +180,35 @@ uint64_t take_rows(const Row *given, size_t count, std::vector<Row> &rows, size_
         if (regions != ~0ull)
             note(Run{static_cast<uint32_t>(regions >> 32), static_cast<uint32_t>(regions), begin, end});
     };
-    for (size_t i = 0; i < count; ++i) {
-        const size_t ahead = std::min(i + kPrefetchRows, count - 1);
-        __builtin_prefetch(given + ahead);
-        __builtin_prefetch(rows.data() + first + ahead, 1);
-        const Row row = const_cast<const volatile Row *>(given + i)->once();
-        if (row.region >= remote.size())
-            refuse(row, first + i, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
-        const uint64_t size = remote[row.region];
-        if (row.length > size || row.offset > size - row.length)
-            refuse(row, first + i, "ends outside the remote region of " + std::to_string(size) + " bytes");
-        if (!here || row.local < here->begin || row.length > here->end - here->begin ||
-            row.local - here->begin > here->end - here->begin - row.length)
-            here = local.find(row.local, row.length);
-        if (!here)
-            refuse(row, first + i, "its local bytes are in no region registered here");
-        const uint64_t both = row.region | static_cast<uint64_t>(here->id) << 32;
-        if (both != regions) {
-            noted();
-            regions = both, begin = end = row.local;
+    const auto take = [&](const Row &base, const Row *cells, size_t count) {
+        for (size_t i = 0; i < count; ++i) {
+            __builtin_prefetch(cells + std::min(i + kPrefetchRows, count - 1));
+            __builtin_prefetch(rows.data() + std::min(first + kPrefetchRows, rows.size() - 1), 1);
+            const Row row = base + const_cast<const volatile Row *>(cells + i)->once();
+            if (row.region >= remote.size())
+                refuse(row, first, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
+            const uint64_t size = remote[row.region];
+            if (row.length > size || row.offset > size - row.length)
+                refuse(row, first, "ends outside the remote region of " + std::to_string(size) + " bytes");
+            if (!here || row.local < here->begin || row.length > here->end - here->begin ||
+                row.local - here->begin > here->end - here->begin - row.length)
+                here = local.find(row.local, row.length);
+            if (!here)
+                refuse(row, first, "its local bytes are in no region registered here");
+            const uint64_t both = row.region | static_cast<uint64_t>(here->id) << 32;
+            if (both != regions) {
+                noted();
+                regions = both, begin = end = row.local;
+            }
+            begin = std::min(begin, row.local);
+            end = std::max(end, row.local + row.length);
+            nbytes += row.length;
+            rows[first++] = Row(row.local, both, row.offset, row.length);
         }
-        begin = std::min(begin, row.local);
-        end = std::max(end, row.local + row.length);
-        nbytes += row.length;
-        rows[first + i] = Row(row.local, both, row.offset, row.length);
-    }
+    };
+    for (const Grid &grid : grids)
+        for (size_t i = 0; i < grid.base_count; ++i)
+            take(const_cast<const volatile Row *>(grid.bases + i)->once(), grid.cells, grid.cell_count);
     noted();
     return nbytes;
 }
@@ -191,8 +218,8 @@ template <typename Note>
 Taken take_batch(const Given &given, std::vector<Row> &rows, const RegionTable &local,
                  const std::vector<uint64_t> &remote, Note note) {
     rows.resize(given.count + given.then_count);
-    return {take_rows(given.rows, given.count, rows, 0, local, remote, note),
-            take_rows(given.then, given.then_count, rows, given.count, local, remote, note)};
+    return {take_rows(given.head, rows, 0, local, remote, note),
+            take_rows(given.tail, rows, given.count, local, remote, note)};
 }
 
 inline bool in_order(const std::vector<Row> &rows) noexcept {

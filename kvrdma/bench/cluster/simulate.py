@@ -134,7 +134,7 @@ class Model:
                 spans.append(BlockSpan(self._orders[role][first : first + blocks_for(group, tokens)]))
             plan = self.ranks[rank].planner.plan([spans[1]], [spans[0]], TokenRange(0, tokens))
             self._counted[key] = [
-                ReadCount(each.source.rank, each.rows_before, len(each.rows), each.nbytes) for each in plan.sources
+                ReadCount(each.source.rank, each.rows_before, len(each.batch), each.nbytes) for each in plan.sources
             ]
         return self._counted[key]
 

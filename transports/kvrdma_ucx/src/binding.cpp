@@ -63,8 +63,8 @@ auto connect(Transport &self, const nb::bytes &worker, const nb::bytes &instance
     return std::make_tuple(made.peer, made.one_sided, made.via);
 }
 
-uint64_t read(Transport &self, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
-    const Given given = given_of(rows, then);
+uint64_t read(Transport &self, uint64_t peer, const GridArrays &grids, const GridArrays &then) {
+    const Given given = given_of(grids, then);
     Unlocked unlocked;
     return self.read(peer, given);
 }
@@ -104,7 +104,7 @@ NB_MODULE(_ucx, module) {
         .def("address", &kvrdma::ucx::address, "(worker address, instance, table addr, table rkey)")
         .def("connect", &kvrdma::ucx::connect, "worker"_a, "instance"_a, "table_addr"_a, "table_rkey"_a, "regions"_a,
              "timeout_s"_a, "(peer, one_sided, via); regions are (addr, nbytes, slot, cuda, cookie, rkey).")
-        .def("read", &kvrdma::ucx::read, "peer"_a, "rows"_a.noconvert(), "then"_a.noconvert() = nb::none())
+        .def("read", &kvrdma::ucx::read, "peer"_a, "grids"_a.noconvert(), "then"_a.noconvert())
         .def("poll", &kvrdma::ucx::poll)
         .def("fileno", &Transport::fd)
         .def("disconnect", &Transport::disconnect, "peer"_a, unlocked)

@@ -57,8 +57,8 @@ auto connect(Transport &self, std::vector<std::string> hosts, uint16_t port, con
     return self.connect(std::move(spec), timeout_s);
 }
 
-uint64_t read(Transport &self, uint64_t peer, const RowArray &rows, const std::optional<RowArray> &then) {
-    const Given given = given_of(rows, then);
+uint64_t read(Transport &self, uint64_t peer, const GridArrays &grids, const GridArrays &then) {
+    const Given given = given_of(grids, then);
     Unlocked unlocked;
     return self.read(peer, given);
 }
@@ -100,7 +100,7 @@ NB_MODULE(_verbs, module) {
         .def("connect", &kvrdma::verbs::connect, "hosts"_a, "port"_a, "instance"_a, "table_addr"_a, "table_rkeys"_a,
              "regions"_a, "lanes"_a, "timeout_s"_a,
              "(peer, via); regions are (addr, nbytes, slot, cookie, rkeys), lanes (our device, theirs).")
-        .def("read", &kvrdma::verbs::read, "peer"_a, "rows"_a.noconvert(), "then"_a.noconvert() = nb::none())
+        .def("read", &kvrdma::verbs::read, "peer"_a, "grids"_a.noconvert(), "then"_a.noconvert())
         .def("poll", &kvrdma::verbs::poll)
         .def("fileno", &Transport::fd)
         .def("disconnect", &Transport::disconnect, "peer"_a, unlocked)

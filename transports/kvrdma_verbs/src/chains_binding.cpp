@@ -30,8 +30,8 @@ struct PretendedQueue {
 std::vector<ChainTuple> plan(const RowArray &array, uint32_t max_sge, uint64_t max_request, uint32_t max_requests,
                              uint64_t max_chain, uint32_t depth, const std::vector<uint32_t> &speeds) {
     const Limits limits{max_sge, max_request, max_requests, max_chain};
-    const Given given = given_of(array, std::nullopt);
-    const std::vector<Row> rows(given.rows, given.rows + given.count);
+    const auto *given = reinterpret_cast<const Row *>(array.data());
+    const std::vector<Row> rows(given, given + array.shape(0));
     std::vector<PretendedQueue> queues(speeds.size(), PretendedQueue{{depth, 0}});
     std::vector<std::vector<ChainSize>> posted(speeds.size());
     std::vector<ChainTuple> chains;

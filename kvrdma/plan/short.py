@@ -1,0 +1,112 @@
+"""Plans the pages of a request without NumPy, where they are few and each pairs with one page of the other side.
+
+A pull waits for its plan, in a process whose caches hold the bytes that were moved last: there whatever is touched
+first costs time, each function of NumPy some ten microseconds. So this is one function, and it takes only what is as
+usual; all else, wrong ids above all, it leaves to the planner, which says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import TypeAlias
+
+from kvrdma.plan.pieces import Piece, piece_of
+from kvrdma.plan.prepare import LayerGroup, Stream
+from kvrdma.plan.request import MAX_POSITION, BlockSpan, TokenRange
+from kvrdma.rows import Grid, pack_rows
+
+_MAX_PAGES, _MAX_ROWS, _MAX_IDS = 192, 512, 1024
+"""Pages and rows of one layer, and ids given; with more of them NumPy is faster."""
+_REMOTE = itemgetter(1)
+
+Pairs: TypeAlias = list[tuple[int, int]]
+"""Local and remote pages."""
+
+
+def short_pieces(
+    group: LayerGroup,
+    blocks: tuple[Sequence[BlockSpan], Sequence[BlockSpan]],
+    tokens: TokenRange | Sequence[TokenRange],
+) -> list[tuple[int, Piece]] | None:
+    """Plan the pages of one group of layers; see ``Planner.plan`` for the arguments.
+
+    Returns:
+        Sources and what is read of each; None where the request is not as short and plain as this takes.
+    """
+    number = group.group
+    wanted = tokens if type(tokens) is TokenRange else tokens[number] if number < len(tokens) else None
+    if not group.pages_pair or type(wanted) is not TokenRange or number >= min(len(blocks[0]), len(blocks[1])):
+        return None
+    pairs = _pairs(group, blocks[0][number], blocks[1][number], wanted)
+    if not pairs:
+        return None
+    (start, end), size = wanted, group.format.tokens
+    highest = max(pairs, key=_REMOTE)[1]
+    low = start // size * size
+    parts = _parts(pairs, start - low, end - low, size) if start % size or end % size else [(sorted(pairs), 0, size)]
+    pieces: list[tuple[int, Piece]] = []
+    for part, lo, hi in parts:
+        template = group.template(0, lo, hi)
+        if template.reshapes:
+            return None
+        for stream in template.streams:
+            if not 0 < len(stream.cells) * len(part) <= _MAX_ROWS:
+                return None
+            pieces.append((stream.source, _fill(group, stream, part, highest)))
+    return pieces
+
+
+def _pairs(group: LayerGroup, here: BlockSpan, there: BlockSpan, tokens: TokenRange) -> Pairs | None:
+    """Give the local and the remote page of each page of the sequence; None unless all is as it must be."""
+    (start, end), size, (many, more) = tokens, group.format.tokens, group.blocks
+    local, remote = here.ids, there.ids
+    if type(local) is not tuple or type(remote) is not tuple or len(local) + len(remote) > _MAX_IDS:
+        return None
+    if set(map(type, (start, end, here.first, there.first, *local, *remote))) != {int}:
+        return None
+    low, high = start // size, -(-end // size)
+    local, remote = local[low - here.first : high - here.first], remote[low - there.first : high - there.first]
+    if 0 <= here.first <= low < high <= low + _MAX_PAGES and 0 <= there.first <= low and end <= MAX_POSITION:
+        once = len(set(local)) == len(set(remote)) == high - low
+        if once and min(local) >= 0 <= min(remote) and max(local) < many and max(remote) < more:
+            return list(zip(local, remote, strict=True))
+    return None
+
+
+def _parts(pairs: Pairs, start: int, end: int, size: int) -> list[tuple[Pairs, int, int]]:
+    """Pages wanted whole, then the first and the last one where only some of their slots are, and which these are."""
+    first, last = -(-start // size), end // size
+    parts = [(sorted(pairs[first:last]), 0, size)] if first < last else []
+    clipped = [page for page in sorted({0, len(pairs) - 1}) if not first <= page < last]
+    parts += [([pairs[page]], max(start - page * size, 0), min(end - page * size, size)) for page in clipped]
+    return parts
+
+
+def _fill(group: LayerGroup, stream: Stream, pairs: Pairs, highest: int) -> Piece:
+    """As ``pieces.fill``, for local and remote pages by the former."""
+    mine, theirs = stream.here.page_stride, stream.there.page_stride
+    numbers: list[int] = []
+    met = False
+    last = last_other = -2
+    if len(stream.cells) == 1:
+        ((here, there, length),) = stream.cells
+        for page, other in pairs:
+            if page > last + 1 or not stream.full:
+                numbers += (page * mine + here, 0, other * theirs + there, length)
+            elif other == last_other + 1 and stream.whole:
+                numbers[-1] += length
+            else:
+                met = met or not stream.whole
+                numbers += (page * mine + here, 0, other * theirs + there, length)
+            last, last_other = page, other
+    else:
+        for page, other in pairs:
+            met = met or (page == last + 1 and stream.full)
+            last, this, that = page, page * mine, other * theirs
+            for here, there, length in stream.cells:
+                numbers += (this + here, 0, that + there, length)
+    joined = not (stream.woven or stream.touch or met)
+    return piece_of(
+        group, stream, Grid(stream.bases, pack_rows(numbers)), [page for page, _ in pairs], highest, joined=joined
+    )

@@ -1,0 +1,116 @@
+"""Contract: rows that are not written out are read as if they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvrdma.errors import RowsError
+from kvrdma.rows import RowGrids, Rows, RowTable, pack_rows
+from kvrdma.testing.contract_base import ContractBase
+from kvrdma.testing.target import PAGE, POISON, Reader, done
+
+TOP = (1 << 64) - 1
+
+
+def relative(pieces: list[tuple[int, int, int, int]]) -> memoryview:
+    """Make cells: rows relative to a base."""
+    return pack_rows([number for piece in pieces for number in piece])
+
+
+def layers(reader: Reader, count: int, nbytes: int) -> Rows:
+    """Make bases: equal layers, the last one first on the other side."""
+    return reader.rows([(i * nbytes, 0, (count - 1 - i) * nbytes, 0) for i in range(count)])
+
+
+class GridContract(ContractBase):
+    """Sums of bases and cells."""
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_every_base_meets_every_cell(self, packed: bool) -> None:  # noqa: FBT001
+        layer = 8 * PAGE
+        reader, _, peer, sources = self.link(6 * layer, [6 * layer])
+        pieces = [(5 * PAGE, 0, 2 * PAGE, PAGE), (PAGE, 0, 7 * PAGE + 3, 100), (3 * PAGE, 0, 0, 0)]
+        cells: RowTable = relative(pieces) if packed else np.array(pieces, np.uint64)
+        grids = RowGrids([(layers(reader, 6, layer), cells)])
+        ended = done(reader.finish(reader.transport.read(peer, grids)))
+        assert (ended.rows, ended.rows_posted, ended.nbytes) == (18, 12, 6 * (PAGE + 100))
+        reader.check(grids.expand(), sources)
+
+    def test_several_grids_in_several_regions(self) -> None:
+        reader, _, peer, sources = self.link(20 * PAGE, [4 * PAGE, 8 * PAGE, 2 * PAGE])
+        one = reader.rows([(0, 1, 0, 0), (4 * PAGE, 0, 0, 0)]), relative([(PAGE, 0, 0, PAGE), (0, 0, 2 * PAGE, PAGE)])
+        two = reader.rows([(10 * PAGE, 0, 0, PAGE)]), relative([(0, 2, 0, 0), (2 * PAGE, 1, 5 * PAGE, 17)])
+        grids = RowGrids([one, two, (one[0], reader.rows([])), (reader.rows([]), one[1])])
+        ended = done(reader.finish(reader.transport.read(peer, grids)))
+        assert (ended.rows, ended.nbytes) == (6, 6 * PAGE + 17)
+        reader.check(grids.expand(), sources)
+
+    def test_many(self) -> None:
+        block, blocks, count = 512, 40, 50
+        layer = block * blocks
+        reader, _, peer, sources = self.link(count * layer, [count * layer])
+        mine, theirs = (np.random.default_rng(seed).permutation(blocks)[:30].tolist() for seed in (1, 2))
+        cells = relative([(a * block, 0, b * block, block) for a, b in zip(mine, theirs, strict=True)])
+        grids = RowGrids([(layers(reader, count, layer), cells)])
+        assert done(reader.finish(reader.transport.read(peer, grids))).rows == 30 * count
+        reader.check(grids.expand(), sources)
+
+    def test_sums_are_modulo_2_to_the_64(self) -> None:
+        reader, _, peer, sources = self.link(4 * PAGE, [4 * PAGE])
+        grids = RowGrids([(reader.rows([(PAGE, 1, 3 * PAGE, 100)]), relative([(-PAGE, -1, -2 * PAGE, -40)]))])
+        done(reader.finish(reader.transport.read(peer, grids)))
+        reader.check(reader.rows([(0, 0, PAGE, 60)]), sources)
+
+    def test_none(self) -> None:
+        reader, _, peer, sources = self.link(PAGE, [PAGE])
+        for grids in (RowGrids([]), RowGrids([(reader.rows([]), reader.rows([]))])):
+            ended = done(reader.finish(reader.transport.read(peer, grids)))
+            assert (ended.rows, ended.rows_posted, ended.nbytes) == (0, 0, 0)
+        reader.check(reader.rows([]), sources)
+
+    def test_what_comes_second(self) -> None:
+        reader, _, peer, sources = self.link(4 * PAGE, [4 * PAGE])
+        grids = RowGrids([(layers(reader, 2, PAGE), relative([(0, 0, 0, PAGE)]))])
+        address = reader.buffer.ctypes.data + 3 * PAGE
+        done(reader.finish(reader.transport.read(peer, grids, pack_rows((address, 0, 8, 8)))))
+        reader.check(np.concatenate((grids.expand(), reader.rows([(3 * PAGE, 0, 8, 8)]))), sources)
+
+    @pytest.mark.parametrize(
+        ("base", "cell", "row", "message"),
+        [
+            ((0, 0, 2 * PAGE, 0), (0, 0, 0, 1), 7, "remote region of 8192 bytes"),
+            ((0, 1, 0, 0), (0, 0, 0, 8), 6, "no .*region"),
+            ((3 * PAGE, 0, 0, 0), (PAGE - 7, 0, 0, 8), 7, "local"),
+            ((0, 0, 0, TOP), (0, 0, 8, 0), 6, "remote region of 8192 bytes"),
+            ((0, 0, 8, 0), (0, 0, TOP - 1, 8), 1, "remote region of 8192 bytes"),
+        ],
+    )
+    def test_a_sum_out_of_bounds(
+        self, base: tuple[int, int, int, int], cell: tuple[int, int, int, int], row: int, message: str
+    ) -> None:
+        reader, _, peer, sources = self.link(4 * PAGE, [2 * PAGE])
+        good = reader.rows([(0, 0, 0, 0)] * 3)
+        bad = np.array([[(reader.buffer.ctypes.data + base[0]) & TOP, *base[1:]]], np.uint64)
+        grids = RowGrids([(np.concatenate((good, bad, good)), np.array([(0, 0, 0, 0), cell], np.uint64))])
+        with pytest.raises(RowsError, match=f"(?s)row {row} .*{message}"):
+            reader.transport.read(peer, grids)
+        done(reader.read(peer, reader.rows([])))
+        reader.check(reader.rows([]), sources)
+
+    def test_more_rows_than_can_be_counted(self) -> None:
+        reader, _, peer, sources = self.link(PAGE, [PAGE])
+        many = np.zeros((1 << 16, 4), np.uint64)
+        with pytest.raises(RowsError, match=f"{1 << 32} rows"):
+            reader.transport.read(peer, RowGrids([(many, many)]))
+        reader.check(reader.rows([]), sources)
+
+    def test_arrays_may_be_reused_at_once(self) -> None:
+        reader, _, peer, sources = self.link(64 * PAGE, [64 * PAGE])
+        bases, cells = layers(reader, 4, 16 * PAGE), np.array([(PAGE * i, 0, 0, 99) for i in range(16)], np.uint64)
+        grids = RowGrids([(bases, cells)])
+        rows = grids.expand()
+        read = reader.transport.read(peer, grids)
+        bases[:], cells[:] = POISON, POISON
+        done(reader.finish(read))
+        reader.check(rows, sources)
