@@ -39,37 +39,40 @@ def pack_rows(numbers: Sequence[int]) -> memoryview:
 
 
 class Grid(NamedTuple):
-    """Rows not written out: the sum of every base and every cell, field by field, modulo 2**64.
+    """Rows not written out: ``base + page * scale + cell`` for every one of each, field by field, modulo 2**64.
 
     Attributes:
         bases: ``(B, 4)`` uint64, such as where each layer starts.
-        cells: ``(C, 4)`` uint64, such as pages relative to a layer's start.
+        cells: ``(C, 4)`` uint64, such as the rows of a page.
+        pages: ``(P, 4)`` uint64, such as the numbers of a page on both sides.
+        scale: ``(1, 4)`` uint64, such as the sizes of a page.
     """
 
     bases: RowTable
     cells: RowTable
+    pages: RowTable = _ORIGIN
+    scale: RowTable = _ORIGIN
 
 
 class RowGrids:
-    """A batch of ``B * C`` rows for each of its grids: ``C`` for the first base, then ``C`` for the next, and so on."""
+    """A batch of ``B * P * C`` rows for each of its grids: cells run fastest, bases slowest."""
 
     __slots__ = ("_count", "grids")
 
-    def __init__(self, grids: Iterable[tuple[RowTable, RowTable]], *, as_they_are: bool = False) -> None:
-        """Take pairs of bases and cells, each as ``as_rows`` takes them.
+    def __init__(self, grids: Iterable[Grid], *, as_they_are: bool = False) -> None:
+        """Take grids of tables that ``as_rows`` takes.
 
         Args:
-            grids: the pairs.
-            as_they_are: they are all ``Grid`` of what ``as_rows`` or ``pack_rows`` has made, and need no look.
+            grids: these.
+            as_they_are: ``as_rows`` or ``pack_rows`` has made their tables: they need no look.
 
         Raises:
-            RowsError: as ``as_rows``, or over 2**31 rows.
+            RowsError: as ``as_rows``, another scale than one row, or over 2**31 rows.
         """
-        pairs = grids if as_they_are else (Grid(_table(bases), _table(cells)) for bases, cells in grids)
-        self.grids: tuple[Grid, ...] = tuple(cast("Iterable[Grid]", pairs))
+        self.grids = tuple(grids if as_they_are else map(_checked, grids))
         self._count = 0
-        for bases, cells in self.grids:
-            self._count += len(bases) * len(cells)
+        for bases, cells, pages, _ in self.grids:
+            self._count += len(bases) * len(cells) * len(pages)
         if self._count > _MAX_ROWS:
             raise RowsError(f"the grids have {self._count} rows: one batch holds at most {_MAX_ROWS}")
 
@@ -79,14 +82,23 @@ class RowGrids:
 
     def expand(self) -> Rows:
         """Write the rows out."""
-        parts = [(as_rows(bases)[:, None] + as_rows(cells)).reshape(-1, 4) for bases, cells in self.grids]
-        return np.concatenate(parts) if parts else np.empty((0, 4), np.uint64)
+        parts = [np.empty((0, 4), np.uint64)]
+        for bases, cells, pages, scale in (map(as_rows, grid) for grid in self.grids):
+            parts.append((bases[:, None, None] + (pages * scale)[:, None] + cells).reshape(-1, 4))
+        return np.concatenate(parts)
 
 
 Batch: TypeAlias = RowTable | RowGrids
 
 
-def grids_of(rows: Batch | Iterable[Sequence[int]] | None) -> tuple[tuple[Rows, Rows], ...]:
+def _checked(grid: Grid) -> Grid:
+    tables = Grid(*map(_table, grid))
+    if len(tables.scale) != 1:
+        raise RowsError(f"the scale of a grid is one row, not {len(tables.scale)}")
+    return tables
+
+
+def grids_of(rows: Batch | Iterable[Sequence[int]] | None) -> tuple[tuple[Rows, Rows, Rows, Rows], ...]:
     """Give a batch in the form in which native transports take it: to them, a memoryview is as good as an array.
 
     Raises:
@@ -95,7 +107,7 @@ def grids_of(rows: Batch | Iterable[Sequence[int]] | None) -> tuple[tuple[Rows, 
     if rows is None:
         return ()
     grids = rows.grids if isinstance(rows, RowGrids) else (Grid(_ORIGIN, _table(rows)),)
-    return cast("tuple[tuple[Rows, Rows], ...]", grids)
+    return cast("tuple[tuple[Rows, Rows, Rows, Rows], ...]", grids)
 
 
 def _table(rows: RowTable | Iterable[Sequence[int]]) -> RowTable:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrdma.plan.prepare import LayerGroup, PlaneBases, Stream
 from kvrdma.plan.tokens import Ints
-from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Grid, as_rows
+from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Grid, RowGrids, as_rows
 
 
 class Piece(NamedTuple):
@@ -115,10 +115,12 @@ def _layers_apart(piece: Piece) -> bool:
     between = piece.plane.gap - (piece.span[1] - piece.span[0])
     if between:
         return between > 0
-    bases, cells = as_rows(piece.grid.bases), piece.grid.cells
+    bases = as_rows(piece.grid.bases)
+    layer = RowGrids((piece.grid._replace(bases=bases[:1]),), as_they_are=True).expand()
+    first, last = layer[layer[:, LOCAL].argmin()], layer[layer[:, LOCAL].argmax()]
+    apart = (int(last[OFFSET]) + int(last[LENGTH]) - int(first[OFFSET])) % (1 << 64)
     region, start = bases[:, REGION], bases[:, OFFSET]
-    nbytes = int(cells[-1, OFFSET]) + int(cells[-1, LENGTH]) - int(cells[0, OFFSET])
-    return not ((region[1:] == region[:-1]) & (start[1:] == start[:-1] + np.uint64(nbytes % (1 << 64)))).any()
+    return not ((region[1:] == region[:-1]) & (start[1:] == start[:-1] + np.uint64(apart))).any()
 
 
 def _ascends(page: Ints, following: Ints) -> bool:

@@ -36,7 +36,6 @@ from kvrdma.topology import RankId, Source
 _MAX_CACHED_ROWS = 1 << 20
 _MAX_WARM_PAGES = 8
 _MAX_LISTED = 16
-_MAX_CELLS = 64
 _NO_MEMORY = 1 << 61
 """Bytes; sums of some offsets below it are exact in 64 bits."""
 
@@ -66,7 +65,7 @@ class Stream:
         here, there: the plane of either side.
         bases: ``(L, 4)`` uint64 rows of length 0: where the planes start, layer by layer.
         remote_page, local_offset, remote_offset, length: the rows, by local offset.
-        cells: the same without the page, as tuples, if they are few.
+        cells, scale: for a ``Grid`` of pages by their numbers; ``whole`` ones bring their lengths.
         first, reach: bytes of the local page between which they lie.
         remote_reach: bytes of the remote page that they need.
         remote_pages: lowest and highest remote page.
@@ -85,7 +84,8 @@ class Stream:
     local_offset: Ints
     remote_offset: Ints
     length: Ints
-    cells: tuple[tuple[int, int, int], ...]
+    cells: Rows
+    scale: Rows
     first: int
     reach: int
     remote_reach: int
@@ -189,12 +189,14 @@ def _stream(source: int, here: PlaneBases, there: PlaneBases, bases: Rows, rows:
     columns = (REMOTE_PAGE, LOCAL_OFFSET, REMOTE_OFFSET, LENGTH)
     pages, local, remote, length = (np.ascontiguousarray(rows[:, column]) for column in columns)
     first, reach = int(local[0]), int((local + length).max())
+    whole = len(rows) == 1 and reach - first == here.page_stride == there.page_stride
     return Stream(
         *(source, here, there, bases, pages),
         local_offset=local,
         remote_offset=remote,
         length=length,
-        cells=tuple(map(tuple, rows[:, columns[1:]].tolist())) if len(rows) <= _MAX_CELLS else (),
+        cells=_table(local, remote, 0 if whole else length),
+        scale=_table(here.page_stride, there.page_stride, length if whole else 0),
         first=first,
         reach=reach,
         remote_reach=int((remote + length).max()),
@@ -203,8 +205,13 @@ def _stream(source: int, here: PlaneBases, there: PlaneBases, bases: Rows, rows:
         touch=bool((local[1:] <= (local + length)[:-1]).any()),
         woven=reach > first + here.page_stride,
         full=reach == first + here.page_stride,
-        whole=len(rows) == 1 and reach - first == here.page_stride == there.page_stride,
+        whole=whole,
     )
+
+
+def _table(local: Ints | int, offset: Ints | int, length: Ints | int) -> Rows:
+    columns = np.broadcast_arrays(*map(np.atleast_1d, (local, 0, offset, length)))
+    return np.stack(columns, axis=1).astype(np.uint64)
 
 
 def prepare(

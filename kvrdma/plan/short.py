@@ -16,8 +16,8 @@ from kvrdma.plan.prepare import LayerGroup, Stream
 from kvrdma.plan.request import MAX_POSITION, BlockSpan, TokenRange
 from kvrdma.rows import Grid, pack_rows
 
-_MAX_PAGES, _MAX_ROWS, _MAX_IDS = 192, 512, 1024
-"""Pages and rows of one layer, and ids given; with more of them NumPy is faster."""
+_MAX_PAGES, _MAX_IDS = 192, 1024
+"""Of one layer, and given for both sides; with more of them NumPy is faster."""
 _REMOTE = itemgetter(1)
 
 Pairs: TypeAlias = list[tuple[int, int]]
@@ -50,10 +50,7 @@ def short_pieces(
         template = group.template(0, lo, hi)
         if template.reshapes:
             return None
-        for stream in template.streams:
-            if not 0 < len(stream.cells) * len(part) <= _MAX_ROWS:
-                return None
-            pieces.append((stream.source, _fill(group, stream, part, highest)))
+        pieces += [(stream.source, _fill(group, stream, part, highest)) for stream in template.streams]
     return pieces
 
 
@@ -85,28 +82,17 @@ def _parts(pairs: Pairs, start: int, end: int, size: int) -> list[tuple[Pairs, i
 
 def _fill(group: LayerGroup, stream: Stream, pairs: Pairs, highest: int) -> Piece:
     """As ``pieces.fill``, for local and remote pages by the former."""
-    mine, theirs = stream.here.page_stride, stream.there.page_stride
     numbers: list[int] = []
-    met = False
-    last = last_other = -2
-    if len(stream.cells) == 1:
-        ((here, there, length),) = stream.cells
-        for page, other in pairs:
-            if page > last + 1 or not stream.full:
-                numbers += (page * mine + here, 0, other * theirs + there, length)
-            elif other == last_other + 1 and stream.whole:
-                numbers[-1] += length
-            else:
-                met = met or not stream.whole
-                numbers += (page * mine + here, 0, other * theirs + there, length)
-            last, last_other = page, other
-    else:
-        for page, other in pairs:
-            met = met or (page == last + 1 and stream.full)
-            last, this, that = page, page * mine, other * theirs
-            for here, there, length in stream.cells:
-                numbers += (this + here, 0, that + there, length)
+    met, whole, last, last_other = False, int(stream.whole), -2, -2
+    for page, other in pairs:
+        if page > last + 1 or not stream.full:
+            numbers += (page, 0, other, whole)
+        elif whole and other == last_other + 1:
+            numbers[-1] += 1  # one row for both
+        else:
+            met = met or not whole
+            numbers += (page, 0, other, whole)
+        last, last_other = page, other
     joined = not (stream.woven or stream.touch or met)
-    return piece_of(
-        group, stream, Grid(stream.bases, pack_rows(numbers)), [page for page, _ in pairs], highest, joined=joined
-    )
+    grid = Grid(stream.bases, stream.cells, pack_rows(numbers), stream.scale)
+    return piece_of(group, stream, grid, [page for page, _ in pairs], highest, joined=joined)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrdma.errors import RowsError
-from kvrdma.rows import RowGrids, Rows, RowTable, pack_rows
+from kvrdma.rows import Grid, RowGrids, Rows, RowTable, pack_rows
 from kvrdma.testing.contract_base import ContractBase
 from kvrdma.testing.target import PAGE, POISON, Reader, done
 
@@ -32,16 +32,18 @@ class GridContract(ContractBase):
         reader, _, peer, sources = self.link(6 * layer, [6 * layer])
         pieces = [(5 * PAGE, 0, 2 * PAGE, PAGE), (PAGE, 0, 7 * PAGE + 3, 100), (3 * PAGE, 0, 0, 0)]
         cells: RowTable = relative(pieces) if packed else np.array(pieces, np.uint64)
-        grids = RowGrids([(layers(reader, 6, layer), cells)])
+        grids = RowGrids([Grid(layers(reader, 6, layer), cells)])
         ended = done(reader.finish(reader.transport.read(peer, grids)))
         assert (ended.rows, ended.rows_posted, ended.nbytes) == (18, 12, 6 * (PAGE + 100))
         reader.check(grids.expand(), sources)
 
     def test_several_grids_in_several_regions(self) -> None:
         reader, _, peer, sources = self.link(20 * PAGE, [4 * PAGE, 8 * PAGE, 2 * PAGE])
-        one = reader.rows([(0, 1, 0, 0), (4 * PAGE, 0, 0, 0)]), relative([(PAGE, 0, 0, PAGE), (0, 0, 2 * PAGE, PAGE)])
-        two = reader.rows([(10 * PAGE, 0, 0, PAGE)]), relative([(0, 2, 0, 0), (2 * PAGE, 1, 5 * PAGE, 17)])
-        grids = RowGrids([one, two, (one[0], reader.rows([])), (reader.rows([]), one[1])])
+        pieces = relative([(PAGE, 0, 0, PAGE), (0, 0, 2 * PAGE, PAGE)])
+        one = Grid(reader.rows([(0, 1, 0, 0), (4 * PAGE, 0, 0, 0)]), pieces)
+        two = Grid(reader.rows([(10 * PAGE, 0, 0, PAGE)]), relative([(0, 2, 0, 0), (2 * PAGE, 1, 5 * PAGE, 17)]))
+        empty = reader.rows([])
+        grids = RowGrids([one, two, Grid(one.bases, empty), Grid(empty, pieces), Grid(one.bases, pieces, empty)])
         ended = done(reader.finish(reader.transport.read(peer, grids)))
         assert (ended.rows, ended.nbytes) == (6, 6 * PAGE + 17)
         reader.check(grids.expand(), sources)
@@ -52,26 +54,51 @@ class GridContract(ContractBase):
         reader, _, peer, sources = self.link(count * layer, [count * layer])
         mine, theirs = (np.random.default_rng(seed).permutation(blocks)[:30].tolist() for seed in (1, 2))
         cells = relative([(a * block, 0, b * block, block) for a, b in zip(mine, theirs, strict=True)])
-        grids = RowGrids([(layers(reader, count, layer), cells)])
+        grids = RowGrids([Grid(layers(reader, count, layer), cells)])
         assert done(reader.finish(reader.transport.read(peer, grids))).rows == 30 * count
         reader.check(grids.expand(), sources)
 
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_pages_by_their_numbers(self, packed: bool) -> None:  # noqa: FBT001
+        layer, page = 10 * PAGE, PAGE
+        reader, _, peer, sources = self.link(3 * layer, [3 * layer])
+        numbers = [(4, 0, 9, 1), (7, 0, 2, 2), (1, 0, 0, 1)]
+        pages: RowTable = relative(numbers) if packed else np.array(numbers, np.uint64)
+        whole = Grid(layers(reader, 3, layer), relative([(0, 0, 0, 0)]), pages, pack_rows((page, 0, page, page)))
+        grids = RowGrids([whole])
+        ended = done(reader.finish(reader.transport.read(peer, grids)))
+        assert (ended.rows, ended.nbytes) == (9, 3 * 4 * page)
+        reader.check(grids.expand(), sources)
+        reader.buffer[:] = POISON
+        halves = relative([(0, 0, page // 2, page // 2), (page // 2, 0, 0, 10)])
+        grids = RowGrids([whole._replace(cells=halves, scale=pack_rows((page, 0, page, 0)))])
+        ended = done(reader.finish(reader.transport.read(peer, grids)))
+        assert (ended.rows, ended.nbytes) == (18, 9 * (page // 2 + 10))
+        reader.check(grids.expand(), sources)
+
+    def test_a_scale_of_two_rows(self) -> None:
+        reader, _, peer, sources = self.link(PAGE, [PAGE])
+        rows, two = reader.rows([(0, 0, 0, 8)]), np.zeros((2, 4), np.uint64)
+        with pytest.raises(RowsError, match="scale of a grid is one row, not 2"):
+            reader.transport.read(peer, RowGrids([Grid(rows, rows, rows, two)]))
+        reader.check(reader.rows([]), sources)
+
     def test_sums_are_modulo_2_to_the_64(self) -> None:
         reader, _, peer, sources = self.link(4 * PAGE, [4 * PAGE])
-        grids = RowGrids([(reader.rows([(PAGE, 1, 3 * PAGE, 100)]), relative([(-PAGE, -1, -2 * PAGE, -40)]))])
+        grids = RowGrids([Grid(reader.rows([(PAGE, 1, 3 * PAGE, 100)]), relative([(-PAGE, -1, -2 * PAGE, -40)]))])
         done(reader.finish(reader.transport.read(peer, grids)))
         reader.check(reader.rows([(0, 0, PAGE, 60)]), sources)
 
     def test_none(self) -> None:
         reader, _, peer, sources = self.link(PAGE, [PAGE])
-        for grids in (RowGrids([]), RowGrids([(reader.rows([]), reader.rows([]))])):
+        for grids in (RowGrids([]), RowGrids([Grid(reader.rows([]), reader.rows([]))])):
             ended = done(reader.finish(reader.transport.read(peer, grids)))
             assert (ended.rows, ended.rows_posted, ended.nbytes) == (0, 0, 0)
         reader.check(reader.rows([]), sources)
 
     def test_what_comes_second(self) -> None:
         reader, _, peer, sources = self.link(4 * PAGE, [4 * PAGE])
-        grids = RowGrids([(layers(reader, 2, PAGE), relative([(0, 0, 0, PAGE)]))])
+        grids = RowGrids([Grid(layers(reader, 2, PAGE), relative([(0, 0, 0, PAGE)]))])
         address = reader.buffer.ctypes.data + 3 * PAGE
         done(reader.finish(reader.transport.read(peer, grids, pack_rows((address, 0, 8, 8)))))
         reader.check(np.concatenate((grids.expand(), reader.rows([(3 * PAGE, 0, 8, 8)]))), sources)
@@ -92,7 +119,7 @@ class GridContract(ContractBase):
         reader, _, peer, sources = self.link(4 * PAGE, [2 * PAGE])
         good = reader.rows([(0, 0, 0, 0)] * 3)
         bad = np.array([[(reader.buffer.ctypes.data + base[0]) & TOP, *base[1:]]], np.uint64)
-        grids = RowGrids([(np.concatenate((good, bad, good)), np.array([(0, 0, 0, 0), cell], np.uint64))])
+        grids = RowGrids([Grid(np.concatenate((good, bad, good)), np.array([(0, 0, 0, 0), cell], np.uint64))])
         with pytest.raises(RowsError, match=f"(?s)row {row} .*{message}"):
             reader.transport.read(peer, grids)
         done(reader.read(peer, reader.rows([])))
@@ -102,13 +129,13 @@ class GridContract(ContractBase):
         reader, _, peer, sources = self.link(PAGE, [PAGE])
         many = np.zeros((1 << 16, 4), np.uint64)
         with pytest.raises(RowsError, match=f"{1 << 32} rows"):
-            reader.transport.read(peer, RowGrids([(many, many)]))
+            reader.transport.read(peer, RowGrids([Grid(many, many)]))
         reader.check(reader.rows([]), sources)
 
     def test_arrays_may_be_reused_at_once(self) -> None:
         reader, _, peer, sources = self.link(64 * PAGE, [64 * PAGE])
         bases, cells = layers(reader, 4, 16 * PAGE), np.array([(PAGE * i, 0, 0, 99) for i in range(16)], np.uint64)
-        grids = RowGrids([(bases, cells)])
+        grids = RowGrids([Grid(bases, cells)])
         rows = grids.expand()
         read = reader.transport.read(peer, grids)
         bases[:], cells[:] = POISON, POISON

@@ -13,7 +13,7 @@ from kvrdma.errors import PlanError
 from kvrdma.layout import KVLayout
 from kvrdma.page_format import LayerSpec
 from kvrdma.plan import BlockSpan, Planner, ReadPlan, TokenRange, planner
-from kvrdma.plan.short import _MAX_IDS, _MAX_PAGES, _MAX_ROWS, short_pieces
+from kvrdma.plan.short import _MAX_IDS, _MAX_PAGES, short_pieces
 from kvrdma.topology import RankId
 from tests.helpers.kv_cases import DIRECT
 from tests.unit.test_plan import ONE, layout
@@ -117,16 +117,3 @@ def test_what_is_not_usual_is_left_to_the_planner(spans: Any, tokens: TokenRange
     made = Planner(big, {RankId(0, 0): big}, ONE)
     assert short_pieces(made._groups[0], spans, tokens) is None
     assert made.plan(spans[0], spans[1], tokens).nbytes == 16 * (tokens.end - tokens.start)
-
-
-@pytest.mark.parametrize("pages", [2, _MAX_ROWS // 8, _MAX_ROWS // 8 + 1])
-def test_pages_of_many_rows_are_left_to_numpy(pages: int) -> None:
-    made = Planner(from_tensors(100, "BNHC"), {RankId(0, 0): from_tensors(100, "BHNC")}, ONE, DIRECT)
-    (group,) = made._groups
-    ids = tuple(range(100))
-    got = short_pieces(group, ([BlockSpan(ids)], [BlockSpan(ids)]), TokenRange(0, 4 * pages))
-    if pages * 8 > _MAX_ROWS:
-        assert got is None
-    else:
-        assert got is not None
-        assert [len(piece.grid.cells) for _, piece in got] == [8 * pages]

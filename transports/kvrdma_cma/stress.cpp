@@ -42,8 +42,10 @@ std::vector<Row> rows_into(uint64_t destination, uint64_t seed) {
 
 // With a tail of the last block.
 Given given(const std::vector<Row> &rows) {
-    static const Row origin(0, 0, 0, 0);
-    return {{{&origin, 1, rows.data(), rows.size() - 1}}, {{&origin, 1, &rows.back(), 1}}, rows.size() - 1, 1};
+    Grid head, tail;
+    head.cells = {rows.data(), rows.size() - 1};
+    tail.cells = {&rows.back(), 1};
+    return {{head}, {tail}, rows.size() - 1, 1};
 }
 
 } // namespace

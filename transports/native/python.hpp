@@ -18,19 +18,22 @@ namespace nb = nanobind;
 using RowArray = nb::ndarray<const uint64_t, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using Event = std::tuple<std::string, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, std::string, int>;
 
-using GridArrays = std::vector<std::tuple<RowArray, RowArray>>; // bases and cells
+using GridArrays = std::vector<std::tuple<RowArray, RowArray, RowArray, RowArray>>; // bases, cells, pages, scale
 
-inline Grid grid_of(const RowArray &bases, const RowArray &cells) {
-    return {reinterpret_cast<const Row *>(bases.data()), bases.shape(0), reinterpret_cast<const Row *>(cells.data()),
-            cells.shape(0)};
+inline Table table_of(const RowArray &rows) { return {reinterpret_cast<const Row *>(rows.data()), rows.shape(0)}; }
+
+inline std::vector<Grid> grids_of(const GridArrays &arrays) {
+    std::vector<Grid> grids;
+    for (const auto &[bases, cells, pages, scale] : arrays) {
+        if (scale.shape(0) != 1)
+            throw StatusError("RowsError", "the scale of a grid is one row, not " + std::to_string(scale.shape(0)));
+        grids.push_back({table_of(bases), table_of(cells), table_of(pages), table_of(scale)[0]});
+    }
+    return grids;
 }
 
 inline Given given_of(const GridArrays &grids, const GridArrays &then) {
-    Given given;
-    for (const auto &[bases, cells] : grids)
-        given.head.push_back(grid_of(bases, cells));
-    for (const auto &[bases, cells] : then)
-        given.tail.push_back(grid_of(bases, cells));
+    Given given{grids_of(grids), grids_of(then)};
     given.count = count_rows(given.head);
     given.then_count = count_rows(given.tail);
     return given;

@@ -31,6 +31,9 @@ struct Row {
     Row operator+(const Row &more) const noexcept {
         return {local + more.local, region + more.region, offset + more.offset, length + more.length};
     }
+    Row operator*(const Row &times) const noexcept {
+        return {local * times.local, region * times.region, offset * times.offset, length * times.length};
+    }
     // A copy for which every field is read exactly once, whatever another thread writes meanwhile.
     Row once() const volatile noexcept { return {local, region, offset, length}; }
 
@@ -134,12 +137,26 @@ struct Run {
     uint64_t begin, end; // local addresses, from the first byte that may be written to behind the last
 };
 
-// Rows as a caller gives them: the sum of each base and each cell, field by field, cells running fastest.
+// Rows of a caller's, in memory that another of its threads may write meanwhile.
+class Table {
+  public:
+    Table() = default;
+    Table(const Row *rows, size_t count) : rows_(rows), count_(count) {}
+    size_t size() const noexcept { return count_; }
+    Row operator[](size_t i) const noexcept { return const_cast<const volatile Row *>(rows_ + i)->once(); }
+    void prefetch(size_t i) const noexcept { __builtin_prefetch(rows_ + std::min(i, count_ - 1)); }
+
+  private:
+    const Row *rows_ = nullptr;
+    size_t count_ = 0;
+};
+
+inline const Row kOrigin(0, 0, 0, 0);
+
+// Rows as a caller gives them: base + page * scale + cell of each of either, field by field, cells running fastest.
 struct Grid {
-    const Row *bases = nullptr;
-    size_t base_count = 0;
-    const Row *cells = nullptr;
-    size_t cell_count = 0;
+    Table bases{&kOrigin, 1}, cells, pages{&kOrigin, 1};
+    Row scale = kOrigin;
 };
 
 // A batch as a caller gives it.
@@ -153,10 +170,11 @@ inline size_t count_rows(const std::vector<Grid> &grids) {
     size_t total = 0;
     for (const Grid &grid : grids) {
         size_t rows = 0;
-        if (__builtin_mul_overflow(grid.base_count, grid.cell_count, &rows) ||
-            __builtin_add_overflow(total, rows, &total))
-            throw StatusError("RowsError", "a grid of " + std::to_string(grid.base_count) + " bases and " +
-                                               std::to_string(grid.cell_count) + " cells: too many rows to count");
+        if (__builtin_mul_overflow(grid.bases.size(), grid.pages.size(), &rows) ||
+            __builtin_mul_overflow(rows, grid.cells.size(), &rows) || __builtin_add_overflow(total, rows, &total))
+            throw StatusError("RowsError", "a grid of " + std::to_string(grid.bases.size()) + " bases, " +
+                                               std::to_string(grid.pages.size()) + " pages and " +
+                                               std::to_string(grid.cells.size()) + " cells: too many rows to count");
     }
     return total;
 }
@@ -180,11 +198,11 @@ uint64_t take_rows(const std::vector<Grid> &grids, std::vector<Row> &rows, size_
         if (regions != ~0ull)
             note(Run{static_cast<uint32_t>(regions >> 32), static_cast<uint32_t>(regions), begin, end});
     };
-    const auto take = [&](const Row &base, const Row *cells, size_t count) {
-        for (size_t i = 0; i < count; ++i) {
-            __builtin_prefetch(cells + std::min(i + kPrefetchRows, count - 1));
+    const auto take = [&](const Row &start, const Table &cells) {
+        for (size_t i = 0; i < cells.size(); ++i) {
+            cells.prefetch(i + kPrefetchRows);
             __builtin_prefetch(rows.data() + std::min(first + kPrefetchRows, rows.size() - 1), 1);
-            const Row row = base + const_cast<const volatile Row *>(cells + i)->once();
+            const Row row = start + cells[i];
             if (row.region >= remote.size())
                 refuse(row, first, "the peer has " + std::to_string(remote.size()) + " regions; no such region");
             const uint64_t size = remote[row.region];
@@ -207,8 +225,11 @@ uint64_t take_rows(const std::vector<Grid> &grids, std::vector<Row> &rows, size_
         }
     };
     for (const Grid &grid : grids)
-        for (size_t i = 0; i < grid.base_count; ++i)
-            take(const_cast<const volatile Row *>(grid.bases + i)->once(), grid.cells, grid.cell_count);
+        for (size_t i = 0; i < grid.bases.size(); ++i) {
+            const Row base = grid.bases[i];
+            for (size_t page = 0; page < grid.pages.size(); ++page)
+                take(base + grid.pages[page] * grid.scale, grid.cells);
+        }
     noted();
     return nbytes;
 }

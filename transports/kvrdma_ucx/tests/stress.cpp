@@ -37,8 +37,10 @@ void read_all(Transport &consumer, uint64_t peer, std::vector<uint8_t> &into, st
         for (uint64_t i = 0; i < kRows; i += 2) // every other row, so that none is merged
             rows.push_back({reinterpret_cast<uint64_t>(into.data()) + i * kRow, 0, i * kRow, kRow});
         const size_t head = rows.size() - kTail;
-        const Row origin(0, 0, 0, 0);
-        consumer.read(peer, {{{&origin, 1, rows.data(), head}}, {{&origin, 1, rows.data() + head, kTail}}, head, kTail});
+        kvrdma::Grid first, second;
+        first.cells = {rows.data(), head};
+        second.cells = {rows.data() + head, kTail};
+        consumer.read(peer, {{first}, {second}, head, kTail});
         ++posted;
     }
 }

@@ -69,8 +69,9 @@ struct Bench {
 } // namespace
 
 extern "C" __attribute__((noinline)) void prepare(Bench &bench, const std::vector<Row> &given, std::vector<Row> &rows) {
-    const Row origin(0, 0, 0, 0);
-    take_batch({{{&origin, 1, given.data(), given.size()}}, {}, given.size(), 0}, rows, bench.table, bench.sizes, [](const Run &) {});
+    Grid grid;
+    grid.cells = {given.data(), given.size()};
+    take_batch({{grid}, {}, given.size(), 0}, rows, bench.table, bench.sizes, [](const Run &) {});
     merge_batch(rows, 0);
 }
 
