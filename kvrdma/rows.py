@@ -35,7 +35,7 @@ def pack_rows(numbers: Sequence[int]) -> memoryview:
     Args:
         numbers: four for each row, modulo 2**64 from ``[-(2**63), 2**63)``.
     """
-    return memoryview(array("q", numbers)).cast("B").cast("Q", (len(numbers) // 4, 4))
+    return memoryview(array("q", numbers).tobytes()).cast("Q", (len(numbers) // 4, 4))
 
 
 class Grid(NamedTuple):

@@ -22,6 +22,7 @@ import numpy as np
 from kvrdma.bench.echo import Echo, SocketEcho
 from kvrdma.bench.engine import EIGHTH, LLAMA_8B, BareReader, Shape, open_engine
 from kvrdma.bench.reading import best_transport
+from kvrdma.bench.waits import Waits
 from kvrdma.config import Config
 from kvrdma.plan import TokenRange
 from kvrdma.reference import spans_of
@@ -66,6 +67,12 @@ class StoreProcess:
         if not self._pipe.poll(_TIMEOUT_S):
             raise TimeoutError("the store's process does not start")
         self.endpoint: str = self._pipe.recv()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process.pid
+        return self._process.pid
 
     def close(self) -> None:
         """End it."""
@@ -188,24 +195,30 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     In turns with them bare messages of the same sizes make the same way to a process that is busy for as long as a
     store's median, and as many bytes go over one socket to a process that does nothing: how often those are late is
     this host's doing.
+
+    ``within_1_ms_but_for_waits``: the same without what the threads of both processes waited for a processor beyond
+    their median, while the kernel ran something else there.
     """
     shape = Shape(layers=1, heads=1, head_dim=16, tokens=16 * blocks, blocks=blocks)
     store = StoreProcess(_room(shape), transport)
     user = User(shape, store.endpoint, transport, "asking")
     user.put()
-    hashing, asking = [], []
+    hashing, asking, waited = [], [], []
     client = user.stores.clients[0]
     found = user.lookup()
     client.ask(StoreRelease(found.lease), Noted, 5.0)
     sizes = KEY_NBYTES * blocks, len(found.reference)
-    with Echo(*sizes, _STORE_BUSY_S) as echo, SocketEcho(*sizes) as sockets:
+    mine = Waits((os.getpid(), store.pid))
+    with mine as waits, Echo(*sizes, _STORE_BUSY_S) as echo, SocketEcho(*sizes) as sockets:
         echoed, bare = [], []
         for _ in range(count):
             began_s = time.perf_counter()
             keys = user.prompt().keys
+            before_s = waits.total_s()
             hashed_s = time.perf_counter()
             answer = client.ask(StoreLookup(user.port.fingerprint, keys.joined(), keys.num_tokens), StoreFound, 5.0)
             asking.append(time.perf_counter() - hashed_s)
+            waited.append(waits.total_s() - before_s)
             hashing.append(hashed_s - began_s)
             if answer is None or answer.blocks != blocks:
                 raise RuntimeError(f"the store found {answer}")
@@ -221,10 +234,16 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
         "lookups": count,
         "messages_each": 1,
         **_spread(asking),
+        "within_1_ms_but_for_waits": _spread(_without_waits(asking, waited))["within_1_ms"],
         **{f"echo_{name}": value for name, value in _spread(echoed).items()},
         **{f"socket_{name}": value for name, value in _spread(bare).items()},
         "hash_median_ms": round(statistics.median(hashing) * 1e3, 3),
     }
+
+
+def _without_waits(times_s: Sequence[float], waited_s: Sequence[float]) -> list[float]:
+    usual_s = statistics.median(waited_s)
+    return [time_s - max(0.0, wait_s - usual_s) for time_s, wait_s in zip(times_s, waited_s, strict=True)]
 
 
 def _spread(times_s: Sequence[float]) -> dict[str, float]:

@@ -163,6 +163,8 @@ def time_span(name: str, value: object) -> float:
     """
     if type(value) is float and not math.isnan(value):
         return value  # as nearly always
+    if type(value) is int and abs(value) < 1 << 53:
+        return float(value)
     span = math.nan
     if not isinstance(value, bool) and isinstance(value, Real):
         try:

@@ -81,7 +81,12 @@ class Reports:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
+        self._lock.require()
         deadline_s = time.monotonic() + timeout_s
-        while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
+        left_s = 0.0 if self._events else timeout_s  # in few steps: the thread that is waited for needs the GIL
+        while left_s > 0:
             self._signal.wait(left_s)
-        return events
+            if events := self.poll():
+                return events
+            left_s = deadline_s - time.monotonic()
+        return self.poll()

@@ -37,7 +37,7 @@ class GridContract(ContractBase):
         assert (ended.rows, ended.rows_posted, ended.nbytes) == (18, 12, 6 * (PAGE + 100))
         reader.check(grids.expand(), sources)
 
-    def test_several_grids_in_several_regions(self) -> None:
+    def test_several_grids(self) -> None:
         reader, _, peer, sources = self.link(20 * PAGE, [4 * PAGE, 8 * PAGE, 2 * PAGE])
         pieces = relative([(PAGE, 0, 0, PAGE), (0, 0, 2 * PAGE, PAGE)])
         one = Grid(reader.rows([(0, 1, 0, 0), (4 * PAGE, 0, 0, 0)]), pieces)
