@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+
 import pytest
 
 from kvrdma.bench import agent
 from kvrdma.bench.engine import Shape
+from kvrdma.bench.waits import Waits
 
 pytestmark = pytest.mark.needs("cma")
 
@@ -35,3 +41,27 @@ def test_readers() -> None:
     cpu_ms, each_ms = (float(str(result[name])) for name in ("store_cpu_ms", "store_cpu_ms_per_read"))
     assert cpu_ms > 0, "the store answers a lookup for every read"
     assert each_ms == pytest.approx(cpu_ms / 6, abs=0.02)
+
+
+def test_waits_of_threads_without_a_processor() -> None:
+    """As many that spin as there are processors, and one: all get less than they could use."""
+    counts = len(os.sched_getaffinity(0)) + 1
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(counts)]
+    try:
+        with Waits([each.pid for each in spinning]) as waits:
+            before_s = waits.total_s()
+            deadline_s = time.monotonic() + 60
+            while waits.total_s() < before_s + 0.05:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+    finally:
+        for each in spinning:
+            each.kill()
+            each.wait()
+    with pytest.raises(OSError, match="No such"):
+        Waits([spinning[0].pid])
+
+
+def test_a_lookup_without_its_waits() -> None:
+    """Only what is beyond the usual wait counts as somebody else's doing."""
+    assert agent._without_waits([1.0, 3.0, 5.0], [0.5, 0.5, 4.5]) == [1.0, 3.0, 1.0]
