@@ -64,7 +64,7 @@ def _pairs(group: LayerGroup, here: BlockSpan, there: BlockSpan, tokens: TokenRa
         return None
     low, high = start // size, -(-end // size)
     local, remote = local[low - here.first : high - here.first], remote[low - there.first : high - there.first]
-    if 0 <= here.first <= low < high <= low + _MAX_PAGES and 0 <= there.first <= low and end <= MAX_POSITION:
+    if 0 <= here.first <= low < high <= low + _MAX_PAGES and 0 <= there.first <= low and start < end <= MAX_POSITION:
         once = len(set(local)) == len(set(remote)) == high - low
         if once and min(local) >= 0 <= min(remote) and max(local) < many and max(remote) < more:
             return list(zip(local, remote, strict=True))

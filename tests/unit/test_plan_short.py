@@ -92,6 +92,7 @@ PLAIN: tuple[Ids, Ids, TokenRange] = ((3, 1, 7), (2, 5, 4), TokenRange(0, 12))
         (PLAIN[0], PLAIN[1], TokenRange(0, 1.5), "two integers"),  # type: ignore[arg-type]
         (PLAIN[0], PLAIN[1], TokenRange(-4, 8), "0 <= start"),
         (PLAIN[0], PLAIN[1], TokenRange(8, 4), "0 <= start"),
+        (PLAIN[0], PLAIN[1], TokenRange(7, 5), "0 <= start"),
     ],
 )
 def test_what_is_wrong_is_told_by_the_planner(local: Any, remote: Any, tokens: TokenRange, why: str) -> None:  # noqa: ANN401
@@ -107,6 +108,7 @@ def test_what_is_wrong_is_told_by_the_planner(local: Any, remote: Any, tokens: T
         (([BlockSpan([3, 1, 7])], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan(PLAIN[0])], [BlockSpan(np.array(PLAIN[1]))]), PLAIN[2]),
         (([BlockSpan(PLAIN[0])], [BlockSpan(PLAIN[1])]), TokenRange(4, 4)),
+        (([BlockSpan(PLAIN[0])], [BlockSpan(PLAIN[1])]), TokenRange(5, 5)),
         (([BlockSpan((True, 2, 3))], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan(tuple(range(_MAX_IDS)))], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan(tuple(range(300)))], [BlockSpan(tuple(range(300)))]), TokenRange(0, 4 * _MAX_PAGES + 1)),
