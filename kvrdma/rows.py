@@ -33,8 +33,13 @@ def pack_rows(numbers: Sequence[int]) -> memoryview:
     """Put rows into memory without NumPy, whose functions cost some 20 us each where they are in no cache.
 
     Args:
-        numbers: four for each row, modulo 2**64 from ``[-(2**63), 2**63)``.
+        numbers: four for each row, one at least; modulo 2**64 from ``[-(2**63), 2**63)``.
+
+    Raises:
+        RowsError: another count of them.
     """
+    if not numbers or len(numbers) % 4:
+        raise RowsError(f"{len(numbers)} numbers are no rows to pack: need four for each, and one row at least")
     return memoryview(array("q", numbers).tobytes()).cast("Q", (len(numbers) // 4, 4))
 
 
@@ -98,14 +103,12 @@ def _checked(grid: Grid) -> Grid:
     return tables
 
 
-def grids_of(rows: Batch | Iterable[Sequence[int]] | None) -> tuple[tuple[Rows, Rows, Rows, Rows], ...]:
+def grids_of(rows: Batch | Iterable[Sequence[int]]) -> tuple[tuple[Rows, Rows, Rows, Rows], ...]:
     """Give a batch in the form in which native transports take it: to them, a memoryview is as good as an array.
 
     Raises:
         RowsError: as ``as_rows``.
     """
-    if rows is None:
-        return ()
     grids = rows.grids if isinstance(rows, RowGrids) else (Grid(_ORIGIN, _table(rows)),)
     return cast("tuple[tuple[Rows, Rows, Rows, Rows], ...]", grids)
 

@@ -83,10 +83,8 @@ class Reports:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
         self._lock.require()
         deadline_s = time.monotonic() + timeout_s
-        left_s = 0.0 if self._events else timeout_s  # in few steps: the thread that is waited for needs the GIL
-        while left_s > 0:
+        if not self._events and timeout_s > 0:  # at once: the thread that is waited for needs the GIL
+            self._signal.wait(timeout_s)
+        while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
             self._signal.wait(left_s)
-            if events := self.poll():
-                return events
-            left_s = deadline_s - time.monotonic()
-        return self.poll()
+        return events

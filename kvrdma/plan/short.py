@@ -60,13 +60,14 @@ def _pairs(group: LayerGroup, here: BlockSpan, there: BlockSpan, tokens: TokenRa
     local, remote = here.ids, there.ids
     if type(local) is not tuple or type(remote) is not tuple or len(local) + len(remote) > _MAX_IDS:
         return None
-    if set(map(type, (start, end, here.first, there.first, *local, *remote))) != {int}:
+    numbers = (start, end, here.first, there.first, *local, *remote)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) > MAX_POSITION:
         return None
     low, high = start // size, -(-end // size)
     local, remote = local[low - here.first : high - here.first], remote[low - there.first : high - there.first]
-    if 0 <= here.first <= low < high <= low + _MAX_PAGES and 0 <= there.first <= low and start < end <= MAX_POSITION:
+    if here.first <= low < high <= low + _MAX_PAGES and there.first <= low and start < end:
         once = len(set(local)) == len(set(remote)) == high - low
-        if once and min(local) >= 0 <= min(remote) and max(local) < many and max(remote) < more:
+        if once and max(local) < many and max(remote) < more:
             return list(zip(local, remote, strict=True))
     return None
 

@@ -132,6 +132,22 @@ class GridContract(ContractBase):
             reader.transport.read(peer, RowGrids([Grid(many, many)]))
         reader.check(reader.rows([]), sources)
 
+    def test_tables_that_have_grown_since(self) -> None:
+        reader, _, peer, sources = self.link(PAGE, [PAGE])
+        one = np.zeros((1, 4), np.uint64)
+        bases, cells = reader.rows([(0, 0, 0, 0)]).copy(), one.copy()
+        grids = RowGrids([Grid(bases, cells, cells, one)])
+        bases.resize((1 << 21, 4), refcheck=False)
+        cells.resize((1 << 21, 4), refcheck=False)
+        with pytest.raises((RowsError, MemoryError, ValueError)):  # the latter by NumPy, where it writes them out
+            reader.transport.read(peer, grids)
+        reader.check(reader.rows([]), sources)
+
+    def test_no_rows_at_all(self) -> None:
+        reader, _, peer, _ = self.link(PAGE, [PAGE])
+        with pytest.raises(RowsError, match="rows are a NoneType"):
+            reader.transport.read(peer, None)  # type: ignore[arg-type]
+
     def test_arrays_may_be_reused_at_once(self) -> None:
         reader, _, peer, sources = self.link(64 * PAGE, [64 * PAGE])
         bases, cells = layers(reader, 4, 16 * PAGE), np.array([(PAGE * i, 0, 0, 99) for i in range(16)], np.uint64)

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 
 from kvrdma.engine.background import Background
-from kvrdma.engine.events import End, Ended, PullFailed, PullReleased
+from kvrdma.engine.events import End, Ended, Event, PullFailed, PullReleased
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Sparing
 from kvrdma.engine.reports import Reports
@@ -232,3 +232,21 @@ def test_a_signal_wakes_all_who_wait_for_it_until_it_is_cleared() -> None:
     signal.hand_over()
     signal.wait(600.0)
     assert select.select([signal], [], [], 0)[0]
+
+
+def test_who_waits_goes_on_when_another_thread_takes_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = Reports()
+    reports.add(PullReleased("taken"))
+    once = reports.poll
+    later = threading.Timer(0.1, lambda: reports.add(PullReleased("mine")))
+
+    def poll() -> list[Event]:
+        """The other thread is faster, the first time."""
+        monkeypatch.setattr(reports, "poll", once)
+        assert once() == [PullReleased("taken")]
+        later.start()
+        return once()
+
+    monkeypatch.setattr(reports, "poll", poll)
+    assert reports.wait(60) == [PullReleased("mine")]
+    later.join()

@@ -89,6 +89,8 @@ PLAIN: tuple[Ids, Ids, TokenRange] = ((3, 1, 7), (2, 5, 4), TokenRange(0, 12))
         (PLAIN[0], (2, 5), PLAIN[2], "needs remote page 2"),
         ((3.0, 1, 7), PLAIN[1], PLAIN[2], "dtype float64"),
         (PLAIN[0], ("2", 5, 4), PLAIN[2], "flat list of integers"),
+        ((3, 1, 7, 1 << 64), PLAIN[1], PLAIN[2], "dtype object"),
+        (PLAIN[0], (2, 5, 4, -(1 << 64)), PLAIN[2], "dtype object"),
         (PLAIN[0], PLAIN[1], TokenRange(0, 1.5), "two integers"),  # type: ignore[arg-type]
         (PLAIN[0], PLAIN[1], TokenRange(-4, 8), "0 <= start"),
         (PLAIN[0], PLAIN[1], TokenRange(8, 4), "0 <= start"),
@@ -109,6 +111,7 @@ def test_what_is_wrong_is_told_by_the_planner(local: Any, remote: Any, tokens: T
         (([BlockSpan(PLAIN[0])], [BlockSpan(np.array(PLAIN[1]))]), PLAIN[2]),
         (([BlockSpan(PLAIN[0])], [BlockSpan(PLAIN[1])]), TokenRange(4, 4)),
         (([BlockSpan(PLAIN[0])], [BlockSpan(PLAIN[1])]), TokenRange(5, 5)),
+        (([BlockSpan((3, 1, 7, -1))], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan((True, 2, 3))], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan(tuple(range(_MAX_IDS)))], [BlockSpan(PLAIN[1])]), PLAIN[2]),
         (([BlockSpan(tuple(range(300)))], [BlockSpan(tuple(range(300)))]), TokenRange(0, 4 * _MAX_PAGES + 1)),

@@ -156,7 +156,7 @@ class CmaTransport:
         return peer
 
     def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
-        grids, last = grids_of(rows), grids_of(then)
+        grids, last = grids_of(rows), () if then is None else grids_of(then)
         if self._peers.get(peer.id) is not peer:
             self._core.check_open()
             raise PeerLostError(f"peer {peer.id} is not connected to this transport (any more): connect again")

@@ -168,7 +168,7 @@ class VerbsTransport:
 
     def read(self, peer: Peer, rows: Batch, then: RowTable | None = None) -> ReadId:
         """Check and copy the rows, hand them to the thread that posts, and return."""
-        grids, last = grids_of(rows), grids_of(then)
+        grids, last = grids_of(rows), () if then is None else grids_of(then)
         if self._peers.get(peer.id) is not peer:
             self._core.address()  # raises if closed
             raise PeerLostError(f"peer {peer.id} is not a peer of this transport, or was disconnected: connect first")

@@ -165,16 +165,20 @@ struct Given {
     size_t count = 0, then_count = 0; // rows of either
 };
 
-// Throws RowsError if they cannot be counted.
+// Of a head or a tail: that of both together can be counted, too, and no read is asked for more.
+constexpr size_t kMostRows = 1ull << 31;
+
+// Throws RowsError if they are too many.
 inline size_t count_rows(const std::vector<Grid> &grids) {
     size_t total = 0;
     for (const Grid &grid : grids) {
         size_t rows = 0;
         if (__builtin_mul_overflow(grid.bases.size(), grid.pages.size(), &rows) ||
-            __builtin_mul_overflow(rows, grid.cells.size(), &rows) || __builtin_add_overflow(total, rows, &total))
+            __builtin_mul_overflow(rows, grid.cells.size(), &rows) || __builtin_add_overflow(total, rows, &total) ||
+            total > kMostRows)
             throw StatusError("RowsError", "a grid of " + std::to_string(grid.bases.size()) + " bases, " +
                                                std::to_string(grid.pages.size()) + " pages and " +
-                                               std::to_string(grid.cells.size()) + " cells: too many rows to count");
+                                               std::to_string(grid.cells.size()) + " cells: too many rows for one read");
     }
     return total;
 }
