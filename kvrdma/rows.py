@@ -75,18 +75,19 @@ class RowGrids:
             RowsError: as ``as_rows``, another scale than one row, or over 2**31 rows.
         """
         self.grids = tuple(grids if as_they_are else map(_checked, grids))
-        self._count = 0
-        for bases, cells, pages, _ in self.grids:
-            self._count += len(bases) * len(cells) * len(pages)
-        if self._count > _MAX_ROWS:
-            raise RowsError(f"the grids have {self._count} rows: one batch holds at most {_MAX_ROWS}")
+        self._count = _count_rows(self.grids)
 
     def __len__(self) -> int:
         """Count the rows."""
         return self._count
 
     def expand(self) -> Rows:
-        """Write the rows out."""
+        """Write the rows out.
+
+        Raises:
+            RowsError: the tables have grown since, to over 2**31 rows.
+        """
+        _count_rows(self.grids)
         parts = [np.empty((0, 4), np.uint64)]
         for bases, cells, pages, scale in (map(as_rows, grid) for grid in self.grids):
             parts.append((bases[:, None, None] + (pages * scale)[:, None] + cells).reshape(-1, 4))
@@ -94,6 +95,15 @@ class RowGrids:
 
 
 Batch: TypeAlias = RowTable | RowGrids
+
+
+def _count_rows(grids: Iterable[Grid]) -> int:
+    count = 0
+    for bases, cells, pages, _ in grids:
+        count += len(bases) * len(cells) * len(pages)
+    if count > _MAX_ROWS:
+        raise RowsError(f"the grids have {count} rows: one batch holds at most {_MAX_ROWS}")
+    return count
 
 
 def _checked(grid: Grid) -> Grid:
