@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrdma.errors import ConfigError, LeaseError
@@ -170,8 +171,7 @@ class _Lease:
         return sum(finished) >= self.consumers
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """A publication that ended; its word was revoked before this was made."""
 
     request_id: Hashable

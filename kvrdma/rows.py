@@ -107,6 +107,8 @@ def _count_rows(grids: Iterable[Grid]) -> int:
 
 
 def _checked(grid: Grid) -> Grid:
+    if not isinstance(grid, Grid):
+        raise RowsError(f"a batch of grids holds a {type(grid).__name__}: need kvrdma.rows.Grid")
     tables = Grid(*map(_table, grid))
     if len(tables.scale) != 1:
         raise RowsError(f"the scale of a grid is one row, not {len(tables.scale)}")

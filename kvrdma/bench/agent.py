@@ -22,7 +22,7 @@ import numpy as np
 from kvrdma.bench.echo import Echo, SocketEcho
 from kvrdma.bench.engine import EIGHTH, LLAMA_8B, BareReader, Shape, open_engine
 from kvrdma.bench.reading import best_transport
-from kvrdma.bench.waits import Waits
+from kvrdma.bench.waits import waits_of
 from kvrdma.config import Config
 from kvrdma.plan import TokenRange
 from kvrdma.reference import spans_of
@@ -208,17 +208,17 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     found = user.lookup()
     client.ask(StoreRelease(found.lease), Noted, 5.0)
     sizes = KEY_NBYTES * blocks, len(found.reference)
-    mine = Waits((os.getpid(), store.pid))
-    with mine as waits, Echo(*sizes, _STORE_BUSY_S) as echo, SocketEcho(*sizes) as sockets:
+    ours = waits_of((os.getpid(), store.pid))
+    with ours as waits_s, Echo(*sizes, _STORE_BUSY_S) as echo, SocketEcho(*sizes) as sockets:
         echoed, bare = [], []
         for _ in range(count):
             began_s = time.perf_counter()
             keys = user.prompt().keys
-            before_s = waits.total_s()
+            before_s = waits_s()
             hashed_s = time.perf_counter()
             answer = client.ask(StoreLookup(user.port.fingerprint, keys.joined(), keys.num_tokens), StoreFound, 5.0)
             asking.append(time.perf_counter() - hashed_s)
-            waited.append(waits.total_s() - before_s)
+            waited.append(waits_s() - before_s)
             hashing.append(hashed_s - began_s)
             if answer is None or answer.blocks != blocks:
                 raise RuntimeError(f"the store found {answer}")

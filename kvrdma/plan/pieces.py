@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     """Rows that one stream of a template reads for equal pages of all layers of a group.
 
     Attributes:
-        grid: each layer's start, and pages and rows of the template, by local address within a layer.
+        grid: each layer's start, and what is read of the pages, by local address within a layer.
         rows_before: rows before pages that follow each other on both sides were joined.
         nbytes: of all rows.
         plane: where the pages lie here.
@@ -51,7 +51,7 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
         theirs: ``(P, R)`` remote page ids, one per row of the stream.
         highest: no remote page is above it.
     """
-    here, there, length = pages, theirs, stream.length
+    here, there, counts = pages, theirs, np.ones(1, np.int64)
     joined = not (stream.woven or (stream.touch and _ascends(theirs[:, :-1], theirs[:, 1:])))
     if len(pages) > 1 and stream.full:
         follows = pages[1:] == pages[:-1] + 1
@@ -62,12 +62,10 @@ def fill(group: LayerGroup, stream: Stream, pages: Ints, theirs: Ints, highest: 
             if follows.any():
                 starts = np.flatnonzero(np.concatenate(([True], ~follows)))
                 here, there = pages[starts], theirs[starts]
-                length = np.diff(starts, append=len(pages))[:, None] * length
-    cells = np.zeros((*there.shape, 4), np.int64)  # no offset is as high as its sign
-    cells[..., LOCAL] = here[:, None] * stream.here.page_stride + stream.local_offset
-    cells[..., OFFSET] = there * stream.there.page_stride + stream.remote_offset
-    cells[..., LENGTH] = length
-    grid = Grid(stream.bases, cells.reshape(-1, 4).view(np.uint64))
+                counts = np.diff(starts, append=len(pages))
+    numbers = np.zeros((*there.shape, 4), np.uint64)
+    numbers[..., LOCAL], numbers[..., OFFSET], numbers[..., LENGTH] = here[:, None], there, counts[:, None]
+    grid = Grid(stream.bases, (numbers * stream.scale + stream.cells).reshape(-1, 4))
     return piece_of(group, stream, grid, pages, highest, joined=joined)
 
 
@@ -79,7 +77,7 @@ def piece_of(
     span = int(pages[0]) * local.page_stride + stream.first, int(pages[-1]) * local.page_stride + stream.reach
     reach = highest * remote.page_stride + stream.remote_reach
     inside = min(local.page_stride, remote.page_stride) > 0 and span[1] <= local.room and reach <= remote.room
-    return Piece(grid, times * len(stream.length), times * stream.nbytes, local, pages, span, joined, inside)
+    return Piece(grid, times * len(stream.cells), times * stream.nbytes, local, pages, span, joined, inside)
 
 
 def are_joined(pieces: Sequence[Piece]) -> bool:

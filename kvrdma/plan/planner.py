@@ -147,7 +147,7 @@ class Planner:
                 continue
             wanted, here, there, top = _open_group(group, (local, remote), tokens)
             for pages in _pages(group, here, wanted):
-                each = sum(len(stream.length) for stream in pages.template.streams)
+                each = sum(len(stream.cells) for stream in pages.template.streams)
                 planned = _count_rows(planned, group, len(group.names) * len(pages.local) * each, len(pages.local))
                 for stream in pages.template.streams:
                     (lowest, highest), (first, last) = pages.ends, stream.remote_pages
@@ -165,18 +165,18 @@ class Planner:
         return ReadPlan(tuple(map(self._finish, range(len(pieces)), pieces)), finished)
 
     def _finish(self, index: int, pieces: list[Piece]) -> SourceReads:
-        if len(pieces) == 1 and pieces[0].inside and are_joined(pieces):  # the usual case, in few steps
-            (piece,) = pieces
-            return SourceReads(
-                self.sources[index], RowGrids((piece.grid,), as_they_are=True), piece.rows_before, piece.nbytes
-            )
         batch: Batch = RowGrids([piece.grid for piece in pieces], as_they_are=True)
+        rows_before = nbytes = 0
+        inside = True
+        for piece in pieces:  # in few steps: a pull waits for them
+            rows_before += piece.rows_before
+            nbytes += piece.nbytes
+            inside = inside and piece.inside
         if not are_joined(pieces):
             batch = join_rows(as_rows(batch), self._local_regions)
-        if not all(piece.inside for piece in pieces):
+        if not inside:
             check_bounds(as_rows(batch), self._local_regions, self._remote_regions[index])
-        counts = (sum(piece.rows_before for piece in pieces), sum(piece.nbytes for piece in pieces))
-        return SourceReads(self.sources[index], batch, *counts)
+        return SourceReads(self.sources[index], batch, rows_before, nbytes)
 
 
 def _open_group(

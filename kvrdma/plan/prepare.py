@@ -64,8 +64,9 @@ class Stream:
         source: which of the sources.
         here, there: the plane of either side.
         bases: ``(L, 4)`` uint64 rows of length 0: where the planes start, layer by layer.
-        remote_page, local_offset, remote_offset, length: the rows, by local offset.
-        cells, scale: for a ``Grid`` of pages by their numbers; ``whole`` ones bring their lengths.
+        cells, scale: the rows, by local offset, for a ``Grid`` of pages by their numbers; the length of a ``whole`` one
+            is in the scale.
+        remote_page: remote page of each, from that at the start of the period on.
         first, reach: bytes of the local page between which they lie.
         remote_reach: bytes of the remote page that they need.
         remote_pages: lowest and highest remote page.
@@ -80,12 +81,9 @@ class Stream:
     here: PlaneBases
     there: PlaneBases
     bases: Rows
-    remote_page: Ints
-    local_offset: Ints
-    remote_offset: Ints
-    length: Ints
     cells: Rows
     scale: Rows
+    remote_page: Ints
     first: int
     reach: int
     remote_reach: int
@@ -149,7 +147,7 @@ class LayerGroup:
         found = self._templates.get(key)
         if found is None:
             found = self._build(page, lo, hi)
-            self._rows += sum(len(stream.length) for stream in found.streams)
+            self._rows += sum(len(stream.cells) for stream in found.streams)
             if self._rows > _MAX_CACHED_ROWS:
                 self._templates.clear()
                 self._rows = 0
@@ -191,12 +189,10 @@ def _stream(source: int, here: PlaneBases, there: PlaneBases, bases: Rows, rows:
     first, reach = int(local[0]), int((local + length).max())
     whole = len(rows) == 1 and reach - first == here.page_stride == there.page_stride
     return Stream(
-        *(source, here, there, bases, pages),
-        local_offset=local,
-        remote_offset=remote,
-        length=length,
+        *(source, here, there, bases),
         cells=_table(local, remote, 0 if whole else length),
         scale=_table(here.page_stride, there.page_stride, length if whole else 0),
+        remote_page=pages,
         first=first,
         reach=reach,
         remote_reach=int((remote + length).max()),

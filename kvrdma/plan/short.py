@@ -1,14 +1,13 @@
 """Plans the pages of a request without NumPy, where they are few and each pairs with one page of the other side.
 
 A pull waits for its plan, in a process whose caches hold the bytes that were moved last: there whatever is touched
-first costs time, each function of NumPy some ten microseconds. So this is one function, and it takes only what is as
-usual; all else, wrong ids above all, it leaves to the planner, which says what it is.
+first costs time, each function of NumPy some ten microseconds. This takes only what is as usual, in few steps; all
+else, wrong ids above all, it leaves to the planner, which says what it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import TypeAlias
 
 from kvrdma.plan.pieces import Piece, piece_of
@@ -18,7 +17,6 @@ from kvrdma.rows import Grid, pack_rows
 
 _MAX_PAGES, _MAX_IDS = 192, 1024
 """Of one layer, and given for both sides; with more of them NumPy is faster."""
-_REMOTE = itemgetter(1)
 
 Pairs: TypeAlias = list[tuple[int, int]]
 """Local and remote pages."""
@@ -41,16 +39,14 @@ def short_pieces(
     pairs = _pairs(group, blocks[0][number], blocks[1][number], wanted)
     if not pairs:
         return None
-    (start, end), size = wanted, group.format.tokens
-    highest = max(pairs, key=_REMOTE)[1]
-    low = start // size * size
-    parts = _parts(pairs, start - low, end - low, size) if start % size or end % size else [(sorted(pairs), 0, size)]
+    size = group.format.tokens
+    low = wanted.start // size * size
     pieces: list[tuple[int, Piece]] = []
-    for part, lo, hi in parts:
+    for part, lo, hi in _parts(pairs, wanted.start - low, wanted.end - low, size):
         template = group.template(0, lo, hi)
         if template.reshapes:
             return None
-        pieces += [(stream.source, _fill(group, stream, part, highest)) for stream in template.streams]
+        pieces += [(stream.source, _fill(group, stream, part)) for stream in template.streams]
     return pieces
 
 
@@ -81,19 +77,18 @@ def _parts(pairs: Pairs, start: int, end: int, size: int) -> list[tuple[Pairs, i
     return parts
 
 
-def _fill(group: LayerGroup, stream: Stream, pairs: Pairs, highest: int) -> Piece:
+def _fill(group: LayerGroup, stream: Stream, pairs: Pairs) -> Piece:
     """As ``pieces.fill``, for local and remote pages by the former."""
     numbers: list[int] = []
     met, whole, last, last_other = False, int(stream.whole), -2, -2
     for page, other in pairs:
-        if page > last + 1 or not stream.full:
-            numbers += (page, 0, other, whole)
-        elif whole and other == last_other + 1:
+        follows = page == last + 1 and stream.full
+        if follows and whole and other == last_other + 1:
             numbers[-1] += 1  # one row for both
         else:
-            met = met or not whole
+            met = met or (follows and not whole)
             numbers += (page, 0, other, whole)
         last, last_other = page, other
     joined = not (stream.woven or stream.touch or met)
     grid = Grid(stream.bases, stream.cells, pack_rows(numbers), stream.scale)
-    return piece_of(group, stream, grid, [page for page, _ in pairs], highest, joined=joined)
+    return piece_of(group, stream, grid, [page for page, _ in pairs], group.blocks[1] - 1, joined=joined)

@@ -147,6 +147,8 @@ class GridContract(ContractBase):
         reader, _, peer, _ = self.link(PAGE, [PAGE])
         with pytest.raises(RowsError, match="rows are a NoneType"):
             reader.transport.read(peer, None)  # type: ignore[arg-type]
+        with pytest.raises(RowsError, match="holds a NoneType"):
+            reader.transport.read(peer, RowGrids([None]))  # type: ignore[list-item]
 
     def test_arrays_may_be_reused_at_once(self) -> None:
         reader, _, peer, sources = self.link(64 * PAGE, [64 * PAGE])
