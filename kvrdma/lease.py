@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -82,6 +82,8 @@ class FenceTable:
         self._addr = int(self._words.ctypes.data)  # asking for it takes longer than everything else about a word
         self._view = self._words.data
         """For what is done while a pull waits: NumPy's own indexing takes ten times as long after a rest."""
+        self.word: Callable[[int], int] = self._view.__getitem__
+        """Reads a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
         self._generation = _FIRST_GENERATIONS.start + secrets.randbelow(len(_FIRST_GENERATIONS))
 
@@ -106,7 +108,7 @@ class FenceTable:
     def clear_spare(self, slot: int) -> int:
         """Make a spare word say nothing, before a read lands in it; returns its address."""
         self._view[slot] = 0
-        return self.addr + WORD_NBYTES * slot
+        return self._addr + WORD_NBYTES * slot
 
     def allocate(self) -> LeaseKey:
         """Take a free slot and a generation that no lease had before; its word is not live yet.
@@ -137,10 +139,6 @@ class FenceTable:
     def release(self, key: LeaseKey) -> None:
         """Give back a slot from ``allocate`` or ``take``, revoked."""
         self._free[key.slot] = None
-
-    def word(self, slot: int) -> int:
-        """Read a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
-        return self._view[slot]
 
 
 class End(Enum):

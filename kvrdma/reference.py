@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -54,7 +54,7 @@ class _Params(msgspec.Struct, frozen=True):
     dcp_across_tp: bool = False
 
 
-class PeerKey(NamedTuple):
+class PeerKey(msgspec.Struct, frozen=True):
     """One start of one engine, as a reference describes it.
 
     References come from clients, and may be altered: what leads nowhere must not stand for what does.

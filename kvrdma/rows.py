@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -121,8 +121,9 @@ def grids_of(rows: Batch | Iterable[Sequence[int]]) -> tuple[tuple[Rows, Rows, R
     Raises:
         RowsError: as ``as_rows``.
     """
-    grids = rows.grids if isinstance(rows, RowGrids) else (Grid(_ORIGIN, _table(rows)),)
-    return cast("tuple[tuple[Rows, Rows, Rows, Rows], ...]", grids)
+    if isinstance(rows, RowGrids):
+        return rows.grids  # type: ignore[return-value]
+    return ((_ORIGIN, _table(rows), _ORIGIN, _ORIGIN),)  # type: ignore[return-value]
 
 
 def _table(rows: RowTable | Iterable[Sequence[int]]) -> RowTable:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import ClassVar, Literal, NewType, Protocol, TypeAlias, cast
 
+import msgspec
+
 from kvrdma import errors
 from kvrdma.errors import ConfigError, TransportError, TransportUnavailableError
 from kvrdma.rows import Batch, RowTable
@@ -100,8 +102,7 @@ class Peer:
     """For people: the mechanism and device, e.g. ``"process_vm_readv"`` or ``"rc_mlx5/mlx5_0:1"``."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDone:
+class ReadDone(msgspec.Struct, frozen=True):
     """Every byte of the read lies in local memory."""
 
     read: ReadId
@@ -113,8 +114,7 @@ class ReadDone:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
+class ReadFailed(msgspec.Struct, frozen=True):
     """The read ended without its bytes; nothing of it will be written any more."""
 
     read: ReadId
@@ -122,8 +122,7 @@ class ReadFailed:
     reason: TransportError
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The peer is gone. Each of its reads in flight also ends, with its own ``ReadFailed``, before this."""
 
     peer: PeerId
@@ -248,18 +247,21 @@ def poll_until(transport: Transport, read: ReadId, timeout_s: float = 60.0) -> l
         wait([transport], left_s)
 
 
-def completion_of(event: tuple[str, int, int, int, int, int, str, int]) -> Completion:
-    """Build a completion from a native event.
+def completions_of(events: Iterable[tuple[str, int, int, int, int, int, str, int]]) -> list[Completion]:
+    """Build completions from native events.
 
     Args:
-        event: (error class name or ``""``, read id or 0 for a lost peer, peer id, rows, rows posted, bytes,
+        events: of each (error class name or ``""``, read id or 0 for a lost peer, peer id, rows, rows posted, bytes,
             message, native status).
     """
-    error, read, peer, rows, rows_posted, nbytes, message, code = event
-    if not error:
-        return ReadDone(ReadId(read), PeerId(peer), rows, rows_posted, nbytes)
-    reason: TransportError = getattr(errors, error)(message, code=code)
-    return ReadFailed(ReadId(read), PeerId(peer), reason) if read else PeerLost(PeerId(peer), reason)
+    completions: list[Completion] = []
+    for error, read, peer, rows, rows_posted, nbytes, message, code in events:
+        if not error:
+            completions.append(ReadDone(read, peer, rows, rows_posted, nbytes))  # type: ignore[arg-type] # ids
+            continue
+        reason: TransportError = getattr(errors, error)(message, code=code)
+        completions.append(ReadFailed(ReadId(read), PeerId(peer), reason) if read else PeerLost(PeerId(peer), reason))
+    return completions
 
 
 def installed_transports() -> dict[str, EntryPoint]:

@@ -28,7 +28,7 @@ from kvrdma.errors import (
     RowsError,
     TransportError,
 )
-from kvrdma.plan import BlockSpan
+from kvrdma.plan import BlockSpan, ReadPlan
 from kvrdma.reference import PullReference
 from kvrdma.transport import Completion, PeerLost, ReadDone, Transport
 
@@ -75,7 +75,7 @@ class Consumer:
         pull = self._pulls[wanted.request_id] = Pull(wanted)
         self._parts.stats.pulls_started += 1
         self._try(pull)
-        if self._is_current(pull):  # its reads do not wait for it
+        if not pull.over:  # its reads do not wait for it
             left_s = wanted.deadline_s - self._loop.now()
             pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
 
@@ -136,13 +136,10 @@ class Consumer:
         attempt = pull.attempts
 
         def found(peer: PeerEngine | KVRDMAError) -> None:
-            if self._is_current(pull) and pull.attempts == attempt and pull.reason is None:
+            if not pull.over and pull.attempts == attempt and pull.reason is None:
                 self._guard(pull, self._begin, pull, peer)
 
         self._peers.find(pull.wanted.reference, found)
-
-    def _is_current(self, pull: Pull) -> bool:
-        return self._pulls.get(pull.wanted.request_id) is pull
 
     def _begin(self, pull: Pull, peer: PeerEngine | KVRDMAError) -> None:
         if not isinstance(peer, PeerEngine):
@@ -164,8 +161,9 @@ class Consumer:
             pull.unopened = {index for index, source in enumerate(pull.plan.sources) if len(source.batch)}
             pull.posted = not pull.unopened
         self._parts.tenant.keep(pull, reference, peer.tell)  # the reads do not wait for it, or for what is counted
-        pull.nbytes, pull.rows = pull.plan.nbytes, sum(source.rows_before for source in pull.plan.sources)
-        pull.via = tuple(link.via for link in peer.links)
+        for source in pull.plan.sources:
+            pull.nbytes += source.nbytes
+            pull.rows += source.rows_before
 
     # Completions
 
@@ -203,7 +201,7 @@ class Consumer:
         attempt = pull.attempts
 
         def look() -> None:
-            if self._is_current(pull) and pull.attempts == attempt and pull.reason is None:
+            if not pull.over and pull.attempts == attempt and pull.reason is None:
                 self._guard(pull, self._reading.word, pull, index)
 
         pull.timers[index] = self._loop.after(pull.look_again_s, look)
@@ -221,13 +219,8 @@ class Consumer:
 
         self._work(pull, compare, then)
 
-    def _shape(self, pull: Pull) -> None:
+    def _reshape(self, pull: Pull, plan: ReadPlan) -> None:
         """Reshape what has landed."""
-        plan = pull.plan
-        assert plan
-        if not plan.reshapes:
-            pull.take_shape()
-            return
 
         def finish() -> None:
             began_s = self._loop.now()
@@ -262,14 +255,17 @@ class Consumer:
 
     def _advance(self, pull: Pull) -> None:
         """Do what the state of a pull allows; called after each change."""
-        if not self._is_current(pull):
+        if pull.over:
             return
         if pull.reason is not None:
             if not pull.in_flight:
                 self._settle(pull)
             return
-        if pull.landed:
-            self._shape(pull)
+        if pull.landed and pull.plan:
+            if pull.plan.reshapes:
+                self._reshape(pull, pull.plan)
+            else:
+                pull.shaped = True
         if pull.complete:
             self._complete(pull)
 
@@ -292,7 +288,7 @@ class Consumer:
         pull.fail(error, retryable=True)
 
     def _time_out(self, pull: Pull) -> None:
-        if not self._is_current(pull):
+        if pull.over:
             return
         pull.fail(self._too_late(pull, pull.state()), retryable=False)
         if pull.in_flight:
@@ -306,7 +302,7 @@ class Consumer:
         return PullTimeoutError(f"pull {pull.wanted.request_id!r} did not end within {seconds:.3f} s: {why}")
 
     def _quarantine(self, pull: Pull) -> None:
-        if self._is_current(pull) and not pull.quarantined:
+        if not (pull.over or pull.quarantined):
             pull.quarantined = True
             self._parts.stats.quarantined += 1
             self._report_failure(pull)
@@ -334,8 +330,11 @@ class Consumer:
 
     def _forget(self, pull: Pull) -> None:
         del self._pulls[pull.wanted.request_id]
+        pull.over = True
         self._parts.tenant.leave(pull)
-        pull.cancel_timers()
+        for timer in pull.timers.values():
+            timer.cancel()
+        pull.timers.clear()
 
     def _report_failure(self, pull: Pull) -> None:
         assert pull.reason
@@ -369,7 +368,7 @@ class Consumer:
             read_s=now_s - pull.posted_s,
             data_s=max(0.0, pull.arrived_s - pull.posted_s),
             attempts=pull.attempts,
-            via=pull.via,
+            via=pull.peer.via,
             plan_s=pull.plan_s,
             post_s=pull.post_s,
             reshape_s=pull.reshape_s,

@@ -80,6 +80,8 @@ class PeerEngine:
     tell: tuple[Reader, ...]
     why: tuple[str, ...]
     """For people: per source rank, what was tried and chosen."""
+    via: tuple[str, ...]
+    """Transport and mechanism per source rank."""
     used_s: float = float("-inf")
     """When a pull last asked for it."""
     heard_s: float = float("-inf")
@@ -128,7 +130,7 @@ def connect_engine(home: Home, reference: PullReference) -> PeerEngine:
         for link in links:
             link.transport.disconnect(link.peer)
         raise
-    return PeerEngine(reference.peer, planner, tuple(links), tell, tuple(why))
+    return PeerEngine(reference.peer, planner, tuple(links), tell, tuple(why), tuple(link.via for link in links))
 
 
 def allowed(endpoint: Endpoint, allow: Sequence[str]) -> Endpoint:

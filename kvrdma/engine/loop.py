@@ -32,7 +32,9 @@ class Timer:
         """Do not run it. Idempotent."""
         if self.run is not None:
             self.run = None
-            self._loop.forget()
+            self._loop.cancelled += 1
+            if self._loop.cancelled > _COMPACT_AT:
+                self._loop.compact()
 
 
 class Loop:
@@ -41,21 +43,20 @@ class Loop:
     def __init__(self, transports: Sequence[Transport], clock: Callable[[], float]) -> None:
         """Watch ``transports``; ``clock`` gives seconds, monotonic."""
         self._transports = list(transports)
-        self._clock = clock
+        self.now = clock
+        """Gives the time in seconds; no method of this class, because a pull asks often and waits for the answers."""
         self._work: deque[Work] = deque()
         self._later: deque[Work] = deque()
         self._process = ProcessLock()
         self._asked = Signal()
         self._poller = select.poll()
-        for fd in (self._asked.fileno(), *(transport.fileno() for transport in self._transports)):
+        self._asked_fd = self._asked.fileno()
+        for fd in (self._asked_fd, *(transport.fileno() for transport in self._transports)):
             self._poller.register(fd, select.POLLIN)
         self._timers: list[tuple[float, int, Timer]] = []
         self._order = itertools.count()
-        self._cancelled = 0
-
-    def now(self) -> float:
-        """Give the time in seconds."""
-        return self._clock()
+        self.cancelled = 0
+        """Timers that wait in vain."""
 
     def run(self, work: Work) -> None:
         """Run something in the loop's thread, soon. May be called from any thread of this process."""
@@ -85,29 +86,28 @@ class Loop:
     def after(self, seconds: float, run: Work) -> Timer:
         """Run something not before ``seconds`` from now."""
         timer = Timer(self, run)
-        heapq.heappush(self._timers, (self._clock() + seconds, next(self._order), timer))
+        heapq.heappush(self._timers, (self.now() + seconds, next(self._order), timer))
         return timer
 
     @property
     def timers(self) -> int:
         """Count the timers that wait."""
-        return len(self._timers) - self._cancelled
+        return len(self._timers) - self.cancelled
 
-    def forget(self) -> None:
-        """Count a cancelled timer; clear them away once they are the majority."""
-        self._cancelled += 1
-        if len(self._timers) > _COMPACT_AT and 2 * self._cancelled > len(self._timers):
+    def compact(self) -> None:
+        """Clear cancelled timers away, if they are the majority."""
+        if 2 * self.cancelled > len(self._timers):
             self._timers = [entry for entry in self._timers if entry[2].run is not None]
             heapq.heapify(self._timers)
-            self._cancelled = 0
+            self.cancelled = 0
 
     def step(self, timeout_s: float, take: Callable[[Transport, Completion], None]) -> None:
         """Do what there is to do, after waiting for it for at most ``timeout_s`` seconds."""
         wait_s, later = min(timeout_s, self._run_timers()), len(self._later)
         if later:
             wait_s = min(wait_s, _AFTERWARDS_S)
-        if self._work or self._asked.fileno() in dict(self._poller.poll(1e3 * wait_s)):
-            self._asked.clear()
+        if not self._work and self._asked_fd in dict(self._poller.poll(1e3 * wait_s)):
+            self._asked.take()
         for _ in range(len(self._work)):  # what is asked for meanwhile waits: others may never stop asking
             self._work.popleft()()
         self.collect(take)
@@ -121,12 +121,12 @@ class Loop:
 
     def _run_timers(self) -> float:
         """Run what is due; returns the seconds until the next is."""
-        now_s = self._clock()
+        now_s = self.now()
         while self._timers and self._timers[0][0] <= now_s:
             timer = heapq.heappop(self._timers)[2]
             run, timer.run = timer.run, None
             if run is None:
-                self._cancelled -= 1
+                self.cancelled -= 1
             else:
                 run()
-        return max(0.0, self._timers[0][0] - self._clock()) if self._timers else float("inf")
+        return max(0.0, self._timers[0][0] - self.now()) if self._timers else float("inf")

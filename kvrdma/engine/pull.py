@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -17,7 +16,7 @@ from kvrdma.transport import ReadId
 FIRST_LOOK_AGAIN_S, LAST_LOOK_AGAIN_S = 0.0005, 0.05
 
 
-class ReadKey(NamedTuple):
+class ReadKey(msgspec.Struct, frozen=True):
     """Names a read among those of all transports."""
 
     transport: str
@@ -53,7 +52,6 @@ class Pull(msgspec.Struct, eq=False):
     nbytes: int = 0
     rows: int = 0
     """Of the plan; rows before adjacent ones were joined."""
-    via: tuple[str, ...] = ()
     data: dict[ReadKey, int] = {}
     """Data reads in flight, with the index of their source."""
     words: dict[ReadKey, int] = {}
@@ -66,6 +64,8 @@ class Pull(msgspec.Struct, eq=False):
     """By source: the spare word of the fence table where its word lands."""
     posted: bool = False
     """Every data read has been posted."""
+    over: bool = False
+    """It has been reported, and nothing is done for it any more."""
     working: bool = False
     """Another thread compares checksums or reshapes."""
     shaped: bool = False
@@ -100,7 +100,11 @@ class Pull(msgspec.Struct, eq=False):
     @property
     def complete(self) -> bool:
         """Whether everything has arrived, was live all the while, and is in shape."""
-        return self.shaped and self.posted and not (self.in_flight or self.unopened or self.unfenced or self.reason)
+        return (
+            self.shaped
+            and self.posted
+            and not (self.data or self.words or self.working or self.unopened or self.unfenced or self.reason)
+        )
 
     def fail(self, reason: KVRDMAError, *, retryable: bool) -> None:
         """Give it a reason to fail; the first one counts, but one that rules out a retry always does."""
@@ -118,13 +122,7 @@ class Pull(msgspec.Struct, eq=False):
         self.unfenced.clear()
         self.posted = self.shaped = self.retryable = False
         self.look_again_s = FIRST_LOOK_AGAIN_S
-        self.rows_posted = 0
-
-    def cancel_timers(self) -> None:
-        """Let nothing happen to it any more."""
-        for timer in self.timers.values():
-            timer.cancel()
-        self.timers.clear()
+        self.nbytes = self.rows = self.rows_posted = 0
 
     def state(self) -> str:
         """Say for people what it waits for."""

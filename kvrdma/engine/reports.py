@@ -40,7 +40,7 @@ class Reports:
 
     def add(self, event: Event) -> None:
         """Report something."""
-        with self._lock.held():
+        with self._lock.inner:  # only the engine's own threads, or what has asked for a lock of this process, come here
             if isinstance(event, PullDone):
                 self._owed.pop(event.request_id, None)
             elif isinstance(event, PullFailed) and event.quarantined:
@@ -70,6 +70,9 @@ class Reports:
         """Return what has been reported since the last call."""
         self._lock.require()  # a child would take the signal for its parent's events
         self._signal.clear()  # before looking: what comes later makes it readable again
+        return self._take()
+
+    def _take(self) -> list[Event]:
         events: list[Event] = []
         while self._events:
             events.append(self._events.popleft())
@@ -83,8 +86,9 @@ class Reports:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
         self._lock.require()
         deadline_s = time.monotonic() + timeout_s
-        if not self._events and timeout_s > 0:  # at once: the thread that is waited for needs the GIL
-            self._signal.wait(timeout_s)
-        while not (events := self.poll()) and (left_s := deadline_s - time.monotonic()) > 0:
-            self._signal.wait(left_s)
+        events = self.poll() if self._events or timeout_s <= 0 else []  # else at once: whom it waits for needs the GIL
+        while not events and timeout_s > 0:
+            if self._signal.wait(timeout_s):
+                self._signal.take()  # before looking, as in ``poll``
+            events, timeout_s = self._take(), deadline_s - time.monotonic()
         return events

@@ -12,17 +12,7 @@ _libc = ctypes.PyDLL(None)
 _write, _read = _libc.eventfd_write, _libc.eventfd_read
 _write.argtypes = (ctypes.c_int, ctypes.c_uint64)
 _read.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
-_poll = ctypes.CDLL(None).poll  # lets go of the GIL
 _LONGEST_S = 3600.0
-
-
-class _PollFd(ctypes.Structure):
-    """``struct pollfd`` of poll(2)."""
-
-    _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
-
-
-_poll.argtypes = (ctypes.POINTER(_PollFd), ctypes.c_ulong, ctypes.c_int)
 
 
 class Signal:
@@ -32,7 +22,6 @@ class Signal:
         """Be clear."""
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._seen = ctypes.c_uint64()
-        self._polled = ctypes.pointer(_PollFd(self._fd, select.POLLIN, 0))
         weakref.finalize(self, os.close, self._fd).atexit = False  # threads that still run would meet another file
 
     def fileno(self) -> int:
@@ -51,12 +40,18 @@ class Signal:
         """Make it readable, and let whoever waits for it have the GIL."""
         os.eventfd_write(self._fd, 1)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until it is readable, for at most ``timeout_s`` seconds or an hour; a signal handler may end it sooner.
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is readable, for at most ``timeout_s`` seconds or an hour; False if it was not."""
+        poller = select.poll()  # one for each: it can be used by one thread at a time
+        poller.register(self._fd, select.POLLIN)
+        return bool(poller.poll(math.ceil(1e3 * min(max(0.0, timeout_s), _LONGEST_S))))
 
-        Made ready beforehand: what a thread does before it sleeps keeps the GIL from the one that it waits for.
-        """
-        _poll(self._polled, 1, math.ceil(1e3 * min(max(0.0, timeout_s), _LONGEST_S)))
+    def take(self) -> None:
+        """Clear what has been seen to be readable: quicker than ``clear``."""
+        try:  # noqa: SIM105 - in the way of a pull
+            os.eventfd_read(self._fd)
+        except BlockingIOError:  # another thread was quicker
+            pass
 
     def clear(self) -> None:
         """Make it unreadable, if it is not. Costs no exception where it is: that is the usual case."""

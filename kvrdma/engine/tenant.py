@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from kvrdma import handshake
 from kvrdma.engine.links import PeerEngine, Reader
@@ -31,8 +31,7 @@ class Post(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Needed:
+class _Needed(msgspec.Struct):
     lease: tuple[int, int]
     tell: tuple[Reader, ...]
     period_s: float
@@ -48,7 +47,6 @@ class Tenant:
         self._engine_id = identity.engine_id
         self._rank = handshake.flat_rank(identity.shape, identity.rank)
         self._clock = clock
-        self._lock = threading.Lock()
         self._needed: dict[Hashable, _Needed] = {}
 
     def __len__(self) -> int:
@@ -56,26 +54,24 @@ class Tenant:
 
     def keep(self, owner: Hashable, reference: PullReference, tell: tuple[Reader, ...]) -> None:
         """Renew a lease from now on, until ``leave``."""
-        with self._lock:
-            period_s = max(_SHORTEST_BEAT_S, reference.lease_s / _BEATS_PER_LEASE)
-            self._needed[owner] = _Needed(_lease(reference), tell, period_s, self._clock())
+        period_s = max(_SHORTEST_BEAT_S, reference.lease_s / _BEATS_PER_LEASE)
+        self._needed[owner] = _Needed(_lease(reference), tell, period_s, self._clock())
 
     def leave(self, owner: Hashable) -> None:
         """Renew it no longer. Idempotent."""
-        with self._lock:
-            self._needed.pop(owner, None)
+        self._needed.pop(owner, None)
 
     def beat(self) -> float:
         """Send the heartbeats that are due; returns the seconds until the next are."""
         due: dict[Endpoint, list[tuple[int, int]]] = {}
         now_s = self._clock()
-        with self._lock:
-            for needed in self._needed.values():
-                if needed.due_s <= now_s:
-                    needed.due_s = now_s + needed.period_s
-                    for reader in needed.tell:
-                        due.setdefault(reader.mailbox, []).append(needed.lease)
-            next_s = min((needed.due_s for needed in self._needed.values()), default=float("inf"))
+        next_s = float("inf")
+        for needed in list(self._needed.values()):  # at once: others add and remove meanwhile
+            if needed.due_s <= now_s:
+                needed.due_s = now_s + needed.period_s
+                for reader in needed.tell:
+                    due.setdefault(reader.mailbox, []).append(needed.lease)
+            next_s = min(next_s, needed.due_s)
         for mailbox, leases in due.items():
             for start in range(0, len(leases), _LEASES_PER_MESSAGE):
                 message = Heartbeat(tuple(leases[start : start + _LEASES_PER_MESSAGE]))

@@ -8,8 +8,8 @@ of them follow each other on both sides, and how far the highest reaches. Rows a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from kvrdma.plan.prepare import LayerGroup, PlaneBases, Stream
@@ -17,7 +17,7 @@ from kvrdma.plan.tokens import Ints
 from kvrdma.rows import LENGTH, LOCAL, OFFSET, REGION, Grid, RowGrids, as_rows
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct):
     """Rows that one stream of a template reads for equal pages of all layers of a group.
 
     Attributes:

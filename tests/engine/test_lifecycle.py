@@ -54,7 +54,7 @@ def test_a_word_that_is_not_revoked_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_pull_reported_while_it_may_be_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def advance(self: Consumer, pull: Pull) -> None:
-        if self._is_current(pull) and pull.reason is not None and not pull.retryable:
+        if not pull.over and pull.reason is not None and not pull.retryable:
             self._settle(pull)
         else:
             real(self, pull)

@@ -15,7 +15,7 @@ from kvrdma.errors import BlobError, ConfigError, RowsError, TransportUnavailabl
 from kvrdma.rows import as_rows, check_rows, merge_rows
 from kvrdma.testing import target as at
 from kvrdma.testing.target import Reader, done
-from kvrdma.transport import Device, Peer, completion_of, installed_transports, open_transport
+from kvrdma.transport import Device, Peer, completions_of, installed_transports, open_transport
 
 PIECES = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 1), st.integers(0, 12), st.integers(0, 2)), max_size=24)
 
@@ -121,10 +121,12 @@ def test_unknown_transport_lists_the_installed_ones() -> None:
 
 
 def test_native_events_become_completions() -> None:
-    failed = completion_of(("StaleRegionError", 3, 4, 0, 0, 0, "gone", 14))
+    failed, lost = completions_of(
+        [("StaleRegionError", 3, 4, 0, 0, 0, "gone", 14), ("PeerLostError", 0, 4, 0, 0, 0, "gone", 3)]
+    )
     assert isinstance(failed.reason, errors.StaleRegionError)  # type: ignore[union-attr]
     assert failed.reason.code == 14  # type: ignore[union-attr]
-    assert type(completion_of(("PeerLostError", 0, 4, 0, 0, 0, "gone", 3))).__name__ == "PeerLost"
+    assert type(lost).__name__ == "PeerLost"
 
 
 def test_error_tree_in_the_docstring_is_the_real_one() -> None:

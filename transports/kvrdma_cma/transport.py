@@ -28,7 +28,7 @@ from kvrdma.transport import (
     ReadId,
     Region,
     RemoteRegion,
-    completion_of,
+    completions_of,
 )
 from kvrdma_cma import denied
 
@@ -163,7 +163,7 @@ class CmaTransport:
         return ReadId(self._core.read(peer.id, grids, last))
 
     def poll(self) -> list[Completion]:
-        return [completion_of(event) for event in self._core.poll()]
+        return completions_of(self._core.poll())
 
     def fileno(self) -> int:
         return self._core.fileno()

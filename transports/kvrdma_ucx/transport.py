@@ -24,7 +24,7 @@ from kvrdma.transport import (
     ReadId,
     Region,
     RemoteRegion,
-    completion_of,
+    completions_of,
 )
 from kvrdma_ucx import library, room
 from kvrdma_ucx.blobs import UcxAddress, UcxKey
@@ -185,7 +185,7 @@ class UcxTransport:
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""
-        return [completion_of(event) for event in self._core.poll()]
+        return completions_of(self._core.poll())
 
     def fileno(self) -> int:
         """Give the eventfd that is readable while ``poll`` has something."""

@@ -19,7 +19,7 @@ from kvrdma.transport import (
     ReadId,
     Region,
     RemoteRegion,
-    completion_of,
+    completions_of,
 )
 from kvrdma_verbs.blobs import VerbsAddress, VerbsKey, WirePort
 from kvrdma_verbs.devices import choose_lanes, find_ports, own_hosts
@@ -176,7 +176,7 @@ class VerbsTransport:
 
     def poll(self) -> list[Completion]:
         """Return what has ended since the last call."""
-        return [completion_of(event) for event in self._core.poll()]
+        return completions_of(self._core.poll())
 
     def fileno(self) -> int:
         """Give the eventfd that is readable while ``poll`` has something."""
