@@ -25,7 +25,7 @@ from kvrdma.plan.request import BlockSpan, TokenRange, local_pages, range_of, re
 from kvrdma.plan.short import short_pieces
 from kvrdma.plan.tokens import Ints, tokens_before
 from kvrdma.reshape.spec import Reshape
-from kvrdma.rows import Batch, RowGrids, Rows, as_rows
+from kvrdma.rows import Batch, Grid, RowGrids, Rows, as_rows
 from kvrdma.topology import RankId, Source
 
 MAX_ROWS = 1 << 25
@@ -142,13 +142,18 @@ class Planner:
             short = short_pieces(group, (local, remote), tokens)
             if short is not None:
                 for source, piece in short:
-                    planned = _count_rows(planned, group, piece.rows_before, len(piece.pages))
+                    planned += piece.rows_before
+                    if planned > MAX_ROWS:
+                        raise _too_many(group, piece.rows_before, len(piece.pages))
                     pieces[source].append(piece)
                 continue
             wanted, here, there, top = _open_group(group, (local, remote), tokens)
             for pages in _pages(group, here, wanted):
                 each = sum(len(stream.cells) for stream in pages.template.streams)
-                planned = _count_rows(planned, group, len(group.names) * len(pages.local) * each, len(pages.local))
+                rows = len(group.names) * len(pages.local) * each
+                planned += rows
+                if planned > MAX_ROWS:  # before memory is spent on them
+                    raise _too_many(group, rows, len(pages.local))
                 for stream in pages.template.streams:
                     (lowest, highest), (first, last) = pages.ends, stream.remote_pages
                     index = pages.remote_start[:, None]
@@ -157,26 +162,31 @@ class Planner:
                     pieces[stream.source].append(fill(group, stream, pages.local, theirs, top))
                 if pages.template.reshapes:
                     reshapes.setdefault((group.names, pages.template.reshapes), []).append(pages.local)
-        finished = tuple(
+        reads = tuple(map(self._finish, self.sources, self._remote_regions, pieces))
+        if not reshapes:
+            return ReadPlan(reads, ())
+        finished = (
             PageReshape(reshape, names, plane, np.concatenate(pages))
             for (names, steps), pages in reshapes.items()
             for plane, reshape in steps
         )
-        return ReadPlan(tuple(map(self._finish, range(len(pieces)), pieces)), finished)
+        return ReadPlan(reads, tuple(finished))
 
-    def _finish(self, index: int, pieces: list[Piece]) -> SourceReads:
-        batch: Batch = RowGrids([piece.grid for piece in pieces], as_they_are=True)
+    def _finish(self, source: Source, regions: Sequence[Storage], pieces: list[Piece]) -> SourceReads:
+        grids: list[Grid] = []
         rows_before = nbytes = 0
         inside = True
         for piece in pieces:  # in few steps: a pull waits for them
+            grids.append(piece.grid)
             rows_before += piece.rows_before
             nbytes += piece.nbytes
             inside = inside and piece.inside
+        batch: Batch = RowGrids(grids, as_they_are=True)
         if not are_joined(pieces):
             batch = join_rows(as_rows(batch), self._local_regions)
         if not inside:
-            check_bounds(as_rows(batch), self._local_regions, self._remote_regions[index])
-        return SourceReads(self.sources[index], batch, rows_before, nbytes)
+            check_bounds(as_rows(batch), self._local_regions, regions)
+        return SourceReads(source, batch, rows_before, nbytes)
 
 
 def _open_group(
@@ -208,14 +218,11 @@ def _open_group(
     return wanted, here, there, highest
 
 
-def _count_rows(planned: int, group: LayerGroup, more: int, pages: int) -> int:
-    """Add the rows of these pages to those planned so far, before memory is spent on them."""
-    if planned + more > MAX_ROWS:
-        raise PlanError(
-            f"the request takes over {MAX_ROWS} rows ({more} for {pages} pages of {group.names[0]}): use "
-            "equal block sizes and page formats, or pull fewer tokens at a time"
-        )
-    return planned + more
+def _too_many(group: LayerGroup, rows: int, pages: int) -> PlanError:
+    return PlanError(
+        f"the request takes over {MAX_ROWS} rows ({rows} for {pages} pages of {group.names[0]}): use "
+        "equal block sizes and page formats, or pull fewer tokens at a time"
+    )
 
 
 def _pages(group: LayerGroup, here: BlockIds, wanted: TokenRange) -> Iterator[_Pages]:

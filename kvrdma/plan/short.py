@@ -70,6 +70,8 @@ def _pairs(group: LayerGroup, here: BlockSpan, there: BlockSpan, tokens: TokenRa
 
 def _parts(pairs: Pairs, start: int, end: int, size: int) -> list[tuple[Pairs, int, int]]:
     """Pages wanted whole, then the first and the last one where only some of their slots are, and which these are."""
+    if not (start or end % size):  # as nearly always
+        return [(sorted(pairs), 0, size)]
     first, last = -(-start // size), end // size
     parts = [(sorted(pairs[first:last]), 0, size)] if first < last else []
     clipped = [page for page in sorted({0, len(pairs) - 1}) if not first <= page < last]
