@@ -71,11 +71,11 @@ class Consumer:
 
     def start(self, wanted: Wanted) -> None:
         """Take up a pull."""
-        self._holding.release(wanted.request_id)
         pull = self._pulls[wanted.request_id] = Pull(wanted)
         self._parts.stats.pulls_started += 1
         self._try(pull)
-        if not pull.over:  # its reads do not wait for it
+        self._holding.release(wanted.request_id)  # its reads do not wait for this, nor for the timer
+        if not pull.over:
             left_s = wanted.deadline_s - self._loop.now()
             pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
 

@@ -106,10 +106,11 @@ class Loop:
         wait_s, later = min(timeout_s, self._run_timers()), len(self._later)
         if later:
             wait_s = min(wait_s, _AFTERWARDS_S)
-        if not self._work and self._asked_fd in dict(self._poller.poll(1e3 * wait_s)):
-            self._asked.take()
+        asked = not self._work and self._asked_fd in dict(self._poller.poll(1e3 * wait_s))
         for _ in range(len(self._work)):  # what is asked for meanwhile waits: others may never stop asking
             self._work.popleft()()
+        if asked:  # only now: who asks next is seen by the work that is left
+            self._asked.take()
         self.collect(take)
         self._run_later(later)
 
