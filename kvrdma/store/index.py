@@ -145,7 +145,7 @@ class Index:
     def found(self, keys: Sequence[bytes]) -> list[Entry]:
         """Give the blocks of a prompt that can be read, from its first up to the first that cannot."""
         hits = list(map(self._visible.get, keys))
-        return hits[: hits.index(None)] if None in hits else hits  # type: ignore[return-value] # cut at the first None
+        return hits if all(hits) else hits[: hits.index(None)]  # type: ignore[return-value] # cut at the first None
 
     def missing(self, keys: Sequence[bytes], rank: int) -> int:
         """Count the blocks whose share of a rank is neither there nor on its way."""

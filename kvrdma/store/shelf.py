@@ -181,8 +181,8 @@ class Shelf:
             entries, stock = best
             tokens = min(len(entries) * stock.members.family.block_tokens, asked.num_tokens)
             self._use(stock)
-            stock.index.touch(entries)
             if not asked.hold:
+                stock.index.touch(entries)
                 return StoreFound(len(entries), tokens)
             return self._hold(stock, entries, tokens)
 
@@ -192,6 +192,7 @@ class Shelf:
             reference = stock.members.publish(lease, [entry.record for entry in entries], tokens)
         except LeaseError:
             self.numbers.refused += 1
+            stock.index.touch(entries)
             return _NOTHING
         self._lease = lease
         stock.index.pin(entries)
@@ -216,6 +217,7 @@ class Shelf:
         if not held.ranks:
             del self._held[lease]  # type: ignore[arg-type]
             held.stock.index.unpin(held.entries)
+            held.stock.index.touch(held.entries)  # only now: nothing held can go, and a reader waits for the lookup
 
     # Both
 
