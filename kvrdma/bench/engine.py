@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -34,6 +35,8 @@ from kvrdma.rows import Batch
 from kvrdma.topology import EngineShape
 from kvrdma.transport import Device, open_transport, poll_until
 
+_PAIRS, _PAIRS_OF_LITTLE = 31, 301
+"""What the engine adds is a twentieth of what is moved, and each time that is off by as much."""
 _SECRET = "a secret for this benchmark only"  # noqa: S105 - guards nothing
 
 
@@ -161,12 +164,13 @@ def _measure(shape: Shape, transport: str, repeats: int) -> tuple[dict[str, list
 def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
     """Time pulls against bare reads of the same rows, in turns.
 
-    ``added`` is the difference of the two, with all the noise of moving the bytes twice; ``engine`` is what a pull took
-    beside its own data's way.
+    ``added`` is the difference of the two, with all the noise of moving the bytes twice, and between which bounds its
+    median lies in 95 of 100 such runs; ``engine`` is what a pull took beside its own data's way.
     """
     times, nbytes = _measure(shape, transport, repeats)
     bare_s, pull_s = (statistics.median(times[name]) for name in ("bare", "pull"))
     added = [pull - bare for pull, bare in zip(times["pull"], times["bare"], strict=True)]
+    low, high = _median_within(added)
     engine_s = statistics.median(pull - data for pull, data in zip(times["pull"], times["data"], strict=True))
     return {
         "case": "overhead",
@@ -177,11 +181,20 @@ def overhead(shape: Shape, transport: str, repeats: int) -> dict[str, object]:
         "pull_ms": round(pull_s * 1e3, 3),
         "added_us": round(statistics.median(added) * 1e6),
         "added_percent": round(100 * statistics.median(added) / bare_s, 2),
+        "added_percent_within": [round(100 * low / bare_s, 2), round(100 * high / bare_s, 2)],
+        "pairs": repeats,
         "engine_us": round(engine_s * 1e6),
         "engine_percent": round(100 * engine_s / bare_s, 2),
         "call_us": round(statistics.median(times["call"]) * 1e6),
         "gb_per_s": round(nbytes / pull_s / 1e9, 2),
     }
+
+
+def _median_within(values: Sequence[float]) -> tuple[float, float]:
+    """Bounds of the median at 95 %, from the order of the values alone (binomial, as a normal distribution)."""
+    ordered, off = sorted(values), 0.98 * math.sqrt(len(values))
+    middle = (len(values) - 1) / 2
+    return ordered[max(0, math.floor(middle - off))], ordered[min(len(values) - 1, math.ceil(middle + off))]
 
 
 class BareReader:
@@ -291,12 +304,14 @@ def many_consumers(transport: str, count: int) -> dict[str, object]:
     }
 
 
-def results(transport: str, shape: Shape, repeats: int, consumers: int) -> Iterator[dict[str, object]]:
+def results(transport: str, shape: Shape, options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """Run every case."""
-    yield overhead(shape, transport, repeats)
-    yield overhead(replace(shape, tokens=shape.block * 8), transport, repeats)
+    repeats, consumers = options.repeats, options.consumers
+    few, many = (options.pairs, options.pairs) if options.pairs else (_PAIRS, _PAIRS_OF_LITTLE)
+    yield overhead(shape, transport, many if options.eighth else few)
+    yield overhead(replace(shape, tokens=shape.block * 8), transport, many)
     # As many pages of 512 bytes: over before the memory of what comes after them has gone to rest
-    yield overhead(replace(shape, heads=1, head_dim=8), transport, repeats)
+    yield overhead(replace(shape, heads=1, head_dim=8), transport, many)
     for secret in (None, _SECRET):
         yield first_pull(transport, secret, repeats)
     yield digest_cost(replace(shape, tokens=min(shape.tokens, 1024)), transport, min(repeats, 5))
@@ -309,12 +324,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", default="", help="the first installed one that reaches other processes")
     parser.add_argument("--eighth", action="store_true", help="1024 tokens instead of 8192")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--pairs", type=int, default=0, help="pulls and bare reads; 31 of 1 GiB, 301 of less")
+    parser.add_argument("--repeats", type=int, default=15, help="of everything else")
     parser.add_argument("--consumers", type=int, default=64)
     options = parser.parse_args(argv)
     name = options.transport or best_transport()
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
-    for result in results(name, EIGHTH if options.eighth else LLAMA_8B, options.repeats, options.consumers):
+    for result in results(name, EIGHTH if options.eighth else LLAMA_8B, options):
         sys.stdout.write(json.dumps({"bench": "engine", **result, **machine}) + "\n")
         sys.stdout.flush()
 
