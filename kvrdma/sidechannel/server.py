@@ -185,14 +185,16 @@ class SideChannelServer:
             if self._zap is not None and self._zap in ready:
                 self._check_client(self._zap)
             if self._router in ready:
-                self._answer(self._take())
+                self._serve_one()
 
-    def _take(self) -> list[bytes]:
-        """Take one message from the queue."""
+    def _serve_one(self) -> None:
+        """Take one message from the queue and answer it."""
         frames = self._router.recv_multipart(copy=False)
-        with contextlib.suppress(zmq.ZMQError):  # not told of peers that speak a ZMTP before 3: none of ours
-            self._watch.taken(int(frames[-1].get(zmq.SRCFD)))
-        return [frame.bytes for frame in frames]
+        try:
+            self._answer([frame.bytes for frame in frames])
+        finally:  # after the answer: somebody waits for that
+            with contextlib.suppress(zmq.ZMQError):  # not told of peers that speak a ZMTP before 3: none of ours
+                self._watch.taken(int(frames[-1].get(zmq.SRCFD)))
 
     def _check_client(self, zap: zmq.Socket[bytes]) -> None:
         reply = admit(zap.recv_multipart(), self._client_public or b"")
