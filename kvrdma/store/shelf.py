@@ -52,6 +52,14 @@ class Held:
     stock: Stock
     entries: Sequence[Entry]
     ranks: int
+    noted: bool = False
+    """Its blocks were moved to the end of those that may go."""
+
+    def note(self) -> None:
+        """Do so, once."""
+        if not self.noted:
+            self.noted = True
+            self.stock.index.touch(self.entries)
 
 
 @dataclass(slots=True)
@@ -217,7 +225,7 @@ class Shelf:
         if not held.ranks:
             del self._held[lease]  # type: ignore[arg-type]
             held.stock.index.unpin(held.entries)
-            held.stock.index.touch(held.entries)  # only now: nothing held can go, and a reader waits for the lookup
+            held.note()
 
     # Both
 
@@ -268,6 +276,8 @@ class Shelf:
         keys, family = split_keys(offer.keys), stock.members.family
         _check_offer(offer, family, len(keys))
         with self._lock:
+            for held in self._held.values():  # not by the lookup, whose reader waits: nothing held can go
+                held.note()
             before = self._slabs.evictions
             made = stock.index.reserve(keys, offer.rank)
             self.numbers.evicted += self._slabs.evictions - before

@@ -174,6 +174,27 @@ def test_the_oldest_goes_when_the_store_is_full(store: StoreServer) -> None:
         assert store.stats()["used_bytes"] <= store.stats()["capacity_bytes"] == 64 * RECORD
 
 
+def test_what_a_reader_holds_or_held_was_used_later_than_what_was_put_after_it(store: StoreServer) -> None:
+    with Client(at(store)) as one, SideChannelClient(store.endpoint) as raw:
+
+        def blocks_of(number: int, *, hold: bool = False) -> StoreFound:
+            keys = one.port.keys(tokens_of(number, 32))
+            reply = raw.request(StoreLookup(one.port.fingerprint, keys.joined(), 32, hold), 5.0)
+            assert isinstance(reply, StoreFound)
+            return reply
+
+        for number in range(8):
+            assert one.put(number, 32, BLOCKS)
+        held = blocks_of(0, hold=True)
+        assert one.put(8, 32, BLOCKS)  # while it is held: in the place of the next one
+        (stock,) = store._shelf.stocks()
+        assert next(iter(stock.index._entries.values())).idle, "who makes room has to pass what is held each time"
+        raw.request(StoreRelease(held.lease), 5.0)
+        raw.request(StoreRelease(blocks_of(2, hold=True).lease), 5.0)
+        assert one.put(9, 32, BLOCKS)  # afterwards
+        assert [blocks_of(number).blocks for number in range(10)] == [8, 0, 8, 0, 8, 8, 8, 8, 8, 8]
+
+
 def test_a_store_full_of_blocks_being_read_only_costs_misses(store: StoreServer) -> None:
     with Client(at(store)) as one, SideChannelClient(store.endpoint) as raw:
         for number in range(8):
