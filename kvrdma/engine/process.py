@@ -43,11 +43,6 @@ class ProcessLock:
                 f"{os.getpid()}; open one here, or spawn instead of forking"
             )
 
-    @property
-    def inner(self) -> AbstractContextManager[object]:
-        """What takes it, for threads that a child has none of: they need not ask whose it is."""
-        return self._lock
-
     def held(self) -> AbstractContextManager[object]:
         """Give what takes it.
 

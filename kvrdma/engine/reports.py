@@ -6,22 +6,35 @@ import time
 from collections import deque
 from collections.abc import Hashable
 
+import msgspec
+
 from kvrdma.engine.events import Event, PullDone, PullFailed, PullReleased
 from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
 
+class _Owed(msgspec.Struct, gc=False):
+    """A promise to report the end of a pull."""
+
+    quarantined: bool = False
+    """Its failure has been reported, and nothing more than its release will be."""
+
+
 class Reports:
-    """Hands every end to the caller once. Thread-safe."""
+    """Hands every end to the caller once. Thread-safe.
+
+    Without a lock: a signal handler may come at any point of this and call the engine, which must not wait for what
+    it has interrupted. What decides is each time one operation on a dictionary.
+    """
 
     def __init__(self) -> None:
         """Know of nothing yet."""
         self._events: deque[Event] = deque()
         self._signal = Signal()
-        self._lock = ProcessLock()
-        self._owed: dict[Hashable, bool] = {}
-        """Pulls that have not ended; True: reported as quarantined already."""
+        self._process = ProcessLock()
+        self._owed: dict[Hashable, _Owed] = {}
+        """Pulls that have not ended."""
         self._closed = False
 
     def owe(self, request_id: Hashable) -> None:
@@ -31,36 +44,34 @@ class Reports:
             PullError: one of that id is under way.
             TransportClosedError: no more promises are made.
         """
-        with self._lock.held():
-            if self._closed:
-                raise TransportClosedError("the engine is closed")
-            if request_id in self._owed:
-                raise PullError(f"pull {request_id!r} is under way: one at a time")
-            self._owed[request_id] = False
+        self._process.require()
+        promise = _Owed()
+        if self._owed.setdefault(request_id, promise) is not promise:
+            raise PullError(f"pull {request_id!r} is under way: one at a time")
+        if self._closed and self._owed.pop(request_id, None) is promise:  # else it has been kept meanwhile
+            raise TransportClosedError("the engine is closed")
 
     def add(self, event: Event) -> None:
         """Report something."""
-        with self._lock.inner:  # only the engine's own threads, or what has asked for a lock of this process, come here
-            if isinstance(event, PullDone):
-                self._owed.pop(event.request_id, None)
-            elif isinstance(event, PullFailed) and event.quarantined:
-                self._owed[event.request_id] = True
-            elif isinstance(event, PullFailed | PullReleased):
-                self._owed.pop(event.request_id, None)
+        if isinstance(event, PullDone):
+            self._owed.pop(event.request_id, None)
+        elif isinstance(event, PullFailed) and event.quarantined:
+            if owed := self._owed.get(event.request_id):
+                owed.quarantined = True
+        elif isinstance(event, PullFailed | PullReleased):
+            self._owed.pop(event.request_id, None)
         self._events.append(event)
         self._signal.hand_over()
 
     def close(self) -> None:
         """Make no more promises."""
-        with self._lock.held():
-            self._closed = True
+        self._closed = True
 
     def fail_the_rest(self, reason: KVRDMAError) -> None:
         """Report every pull that was promised and has not been."""
-        with self._lock.held():
-            rest = [request_id for request_id, reported in self._owed.items() if not reported]
-        for request_id in rest:
-            self.add(PullFailed(request_id, reason, attempts=0))
+        for request_id, owed in list(self._owed.items()):
+            if not owed.quarantined and self._owed.pop(request_id, None) is owed:
+                self.add(PullFailed(request_id, reason, attempts=0))
 
     def __len__(self) -> int:
         """Count what ``poll`` would return; needs no lock and no system call."""
@@ -68,7 +79,7 @@ class Reports:
 
     def poll(self) -> list[Event]:
         """Return what has been reported since the last call."""
-        self._lock.require()  # a child would take the signal for its parent's events
+        self._process.require()  # a child would take the signal for its parent's events
         self._signal.clear()  # before looking: what comes later makes it readable again
         return self._take()
 
@@ -84,7 +95,7 @@ class Reports:
 
     def wait(self, timeout_s: float) -> list[Event]:
         """Poll, waiting for something to return for at most ``timeout_s`` seconds."""
-        self._lock.require()
+        self._process.require()
         deadline_s = time.monotonic() + timeout_s
         events = self.poll() if self._events or timeout_s <= 0 else []  # else at once: whom it waits for needs the GIL
         while not events and timeout_s > 0:

@@ -194,6 +194,50 @@ def test_reports_owe_each_pull_one_end() -> None:
     assert reports.wait(0.01) == []
 
 
+def test_reports_wait_for_nobody_who_is_in_the_middle_of_a_promise() -> None:
+    """As a handler is that closes the engine: what it waits for may have something to report."""
+    reports, took_place = Reports(), list[bool]()
+
+    class Interrupted:
+        def __hash__(self) -> int:
+            other = threading.Thread(target=reports.add, args=(PullReleased("x"),), daemon=True)
+            other.start()
+            other.join(10)
+            took_place.append(not other.is_alive())
+            return 1
+
+    reports.owe(Interrupted())
+    assert took_place == [True]
+    assert reports.poll() == [PullReleased("x")]
+
+
+def test_a_promise_made_while_the_engine_closes_is_taken_back_or_kept() -> None:
+    why, reports, asked = PullAbortedError("why"), Reports(), [0]
+
+    class Late:
+        """Closes the reports as it is entered; if it is told to, it is failed before it can be taken back."""
+
+        def __init__(self, *, failed: bool) -> None:
+            self.failed = failed
+
+        def __hash__(self) -> int:
+            asked[0] += 1
+            if asked[0] == 1:
+                reports.close()
+            elif asked[0] == 2 and self.failed:
+                reports.fail_the_rest(why)
+            return 1
+
+    with pytest.raises(TransportClosedError):
+        reports.owe(Late(failed=False))
+    reports.fail_the_rest(why)
+    assert reports.poll() == []
+    reports, asked = Reports(), [0]
+    late = Late(failed=True)
+    reports.owe(late)
+    assert reports.poll() == [PullFailed(late, why, attempts=0)]
+
+
 def test_a_warning_that_repeats_is_said_once_per_period() -> None:
     warn = Sparing(10, limit=2)
     assert [warn("a", now) for now in (0, 5, 9.9, 10, 15)] == [True, False, False, True, False]
