@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -82,8 +82,6 @@ class FenceTable:
         self._addr = int(self._words.ctypes.data)  # asking for it takes longer than everything else about a word
         self._view = self._words.data
         """For what is done while a pull waits: NumPy's own indexing takes ten times as long after a rest."""
-        self.word: Callable[[int], int] = self._view.__getitem__
-        """Reads a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
         self._generation = _FIRST_GENERATIONS.start + secrets.randbelow(len(_FIRST_GENERATIONS))
 
@@ -139,6 +137,10 @@ class FenceTable:
     def release(self, key: LeaseKey) -> None:
         """Give back a slot from ``allocate`` or ``take``, revoked."""
         self._free[key.slot] = None
+
+    def word(self, slot: int) -> int:
+        """Read a word, as a consumer would; slots from ``len(self)`` on are the spare ones."""
+        return self._view[slot]
 
 
 class End(Enum):
