@@ -74,6 +74,8 @@ class RowGrids:
         Raises:
             RowsError: as ``as_rows``, another scale than one row, or over 2**31 rows.
         """
+        if not isinstance(grids, Iterable):
+            raise RowsError(f"a batch of grids holds no grids but is a {type(grids).__name__}: need several Grid")
         self.grids = tuple(grids if as_they_are else map(_checked, grids))
         self._count = _count_rows(self.grids)
 
@@ -127,8 +129,11 @@ def grids_of(rows: Batch | Iterable[Sequence[int]]) -> tuple[tuple[Rows, Rows, R
 
 
 def _table(rows: RowTable | Iterable[Sequence[int]]) -> RowTable:
-    if type(rows) is memoryview and (rows.format, rows.ndim, rows.nbytes) == ("Q", 2, 32 * len(rows)):
-        return rows if rows.c_contiguous else as_rows(rows)
+    try:
+        if type(rows) is memoryview and (rows.format, rows.ndim, rows.nbytes) == ("Q", 2, 32 * len(rows)):
+            return rows if rows.c_contiguous else as_rows(rows)
+    except ValueError as error:  # it was released
+        raise RowsError(f"rows are a memoryview that cannot be read: {error}") from None
     return as_rows(rows)
 
 

@@ -149,6 +149,15 @@ class GridContract(ContractBase):
             reader.transport.read(peer, None)  # type: ignore[arg-type]
         with pytest.raises(RowsError, match="holds a NoneType"):
             reader.transport.read(peer, RowGrids([None]))  # type: ignore[list-item]
+        with pytest.raises(RowsError, match="is a NoneType"):
+            RowGrids(None)  # type: ignore[arg-type]
+
+    def test_memory_that_was_released(self) -> None:
+        reader, _, peer, _ = self.link(PAGE, [PAGE])
+        rows = pack_rows((0, 0, 0, 8))
+        rows.release()
+        with pytest.raises(RowsError, match=r"cannot be read|rows have shape"):
+            reader.transport.read(peer, rows)
 
     def test_arrays_may_be_reused_at_once(self) -> None:
         reader, _, peer, sources = self.link(64 * PAGE, [64 * PAGE])
