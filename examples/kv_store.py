@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 from kvrdma.agent import AgentConfig, KVTransferAgent, TransferConfig
 from kvrdma.config import Config
+from kvrdma.errors import ConfigError
 from kvrdma.store import StoreServer
 
 try:
@@ -50,9 +52,13 @@ def main() -> None:
     """Use the stores given as HOST:PORT, which may know the prompts already, or one of our own."""
     if any(word.startswith("-") for word in sys.argv[1:]):
         sys.exit(f"{__doc__}\n\nusage: kv_store.py [HOST:PORT ...]: stores of `kvrdma store serve`")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # why a store that does not answer is a miss
     if sys.argv[1:]:
-        share(sys.argv[1:])
-        print("`kvrdma store stats HOST:PORT` has their numbers")
+        try:
+            share(sys.argv[1:])
+        except ConfigError as error:
+            sys.exit(f"kv_store.py: {error}")
+        print(*(f"`kvrdma store stats {store}` has its numbers" for store in sys.argv[1:]), sep="\n")
         return
     with StoreServer(64 << 20, Config.from_env()) as store:
         assert share([str(store.endpoint)]) == [0, len(SYSTEM), len(SYSTEM) + len(QUESTIONS[0])]

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from kvrdma.bench.command import answer_of, count, errors_told
 from kvrdma.bench.echo import Echo, SocketEcho
 from kvrdma.bench.engine import EIGHTH, LLAMA_8B, BareReader, Shape, open_engine
 from kvrdma.bench.reading import best_transport
@@ -28,7 +29,7 @@ from kvrdma.plan import TokenRange
 from kvrdma.reference import spans_of
 from kvrdma.store import Prompt, StorePort, Stores, StoreServer
 from kvrdma.store.filling import read_reference
-from kvrdma.store.keys import KEY_NBYTES
+from kvrdma.store.keys import KEY_NBYTES, new_hasher
 from kvrdma.wire import AskStore, Noted, StoreFound, StoreLookup, StoreNumbers, StoreRelease
 
 WARM = replace(LLAMA_8B, tokens=4096, blocks=320)
@@ -64,9 +65,7 @@ class StoreProcess:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(capacity, transport, theirs), daemon=True)
         self._process.start()
-        if not self._pipe.poll(_TIMEOUT_S):
-            raise TimeoutError("the store's process does not start")
-        self.endpoint: str = self._pipe.recv()
+        self.endpoint: str = answer_of(self._process, self._pipe, _TIMEOUT_S, "the store's process")
 
     @property
     def pid(self) -> int:
@@ -326,17 +325,19 @@ def results(options: argparse.Namespace, transport: str) -> Iterator[dict[str, o
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse options and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvrdma.bench.agent", description=__doc__)
     parser.add_argument("--transport", default="", help="the first installed one that reaches other processes")
     parser.add_argument("--eighth", action="store_true", help="512 tokens instead of 4096")
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--lookups", type=int, default=1000)
-    parser.add_argument("--readers", type=int, default=8)
+    parser.add_argument("--repeats", type=count, default=11)
+    parser.add_argument("--lookups", type=count, default=1000)
+    parser.add_argument("--readers", type=count, default=8)
     options = parser.parse_args(argv)
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
-    for result in results(options, options.transport or best_transport()):
-        sys.stdout.write(json.dumps({"bench": "agent", **result, **machine}) + "\n")
-        sys.stdout.flush()
+    with errors_told(parser):
+        new_hasher()  # here rather than in the store's process
+        for result in results(options, options.transport or best_transport()):
+            sys.stdout.write(json.dumps({"bench": "agent", **result, **machine}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvrdma.bench.command import count
 from kvrdma.bench.patterns import Case, Shape
 from kvrdma.bench.rivals.pair import JSON, Contender, Pair
 
@@ -193,8 +194,8 @@ def _setup(arguments: Sequence[str] | None) -> Setup:
         ("mooncake", "interpreter of a venv with mooncake-transfer-engine"),
     ):
         parser.add_argument(f"--{name}", default="", help=f"{text}; without it that part is left out")
-    parser.add_argument("--nbytes", type=int, default=64 << 20, help="bytes of each read")
-    parser.add_argument("--iters", type=int, default=9, help=f"rounds; at least {_MIN_ITERS} for figures")
+    parser.add_argument("--nbytes", type=count, default=64 << 20, help="bytes of each read")
+    parser.add_argument("--iters", type=count, default=9, help=f"rounds; at least {_MIN_ITERS} for figures")
     values: dict[str, Any] = vars(parser.parse_args(arguments))
     return Setup(**values)
 

@@ -12,6 +12,8 @@ from typing import Self
 
 import zmq
 
+from kvrdma.bench.command import answer_of
+
 _TIMEOUT_MS = 10_000
 
 
@@ -49,9 +51,7 @@ def _started(serve: Callable[..., None], *arguments: float) -> tuple[multiproces
     pipe, theirs = context.Pipe()
     process = context.Process(target=serve, args=(*arguments, theirs), daemon=True)
     process.start()
-    if not pipe.poll(_TIMEOUT_MS / 1e3):
-        raise TimeoutError("the process that answers does not start")
-    return process, int(pipe.recv())
+    return process, int(answer_of(process, pipe, _TIMEOUT_MS / 1e3, "the process that answers"))
 
 
 class _Answering:

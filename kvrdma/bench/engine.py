@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvrdma.bench.command import answer_of, count, errors_told
 from kvrdma.bench.reading import best_transport
 from kvrdma.config import Config
 from kvrdma.engine import Engine, Event, PullDone
@@ -103,9 +104,7 @@ class Producer:
     def publish(self, name: str = "producer", consumers: int = 1) -> PullReference:
         """Publish the request anew."""
         self._pipe.send((name, consumers))
-        if not self._pipe.poll(120):
-            raise TimeoutError("the producer's process does not answer")
-        return PullReference.from_params(self._pipe.recv())
+        return PullReference.from_params(answer_of(self._process, self._pipe, 120, "the producer's process"))
 
     def close(self) -> None:
         """End it."""
@@ -321,18 +320,19 @@ def results(transport: str, shape: Shape, options: argparse.Namespace) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse options and print the results."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kvrdma.bench.engine", description=__doc__)
     parser.add_argument("--transport", default="", help="the first installed one that reaches other processes")
     parser.add_argument("--eighth", action="store_true", help="1024 tokens instead of 8192")
-    parser.add_argument("--pairs", type=int, default=0, help="pulls and bare reads; 31 of 1 GiB, 301 of less")
-    parser.add_argument("--repeats", type=int, default=15, help="of everything else")
-    parser.add_argument("--consumers", type=int, default=64)
+    parser.add_argument("--pairs", type=count, help="pulls and bare reads; 31 of 1 GiB, 301 of less")
+    parser.add_argument("--repeats", type=count, default=15, help="of everything else")
+    parser.add_argument("--consumers", type=count, default=64)
     options = parser.parse_args(argv)
     name = options.transport or best_transport()
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
-    for result in results(name, EIGHTH if options.eighth else LLAMA_8B, options):
-        sys.stdout.write(json.dumps({"bench": "engine", **result, **machine}) + "\n")
-        sys.stdout.flush()
+    with errors_told(parser):
+        for result in results(name, EIGHTH if options.eighth else LLAMA_8B, options):
+            sys.stdout.write(json.dumps({"bench": "engine", **result, **machine}) + "\n")
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from contextlib import closing
 
 import numpy as np
 
+from kvrdma.bench.command import count
 from kvrdma.bench.patterns import Case, Shape, rows_of
 from kvrdma.bench.reading import best_transport
 from kvrdma.transport import Device, open_transport, poll_until
@@ -79,9 +80,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m kvrdma.bench.held", description=__doc__)
     parser.add_argument("--transport", default="", help="the first installed one that reaches other processes")
-    parser.add_argument("--rows", type=int, default=16384, help="rows of a read (default: 16384)")
-    parser.add_argument("--block", type=int, default=4096, help="bytes of a row (default: 4096)")
-    parser.add_argument("--iters", type=int, default=9, help="reads measured per rest (default: 9)")
+    parser.add_argument("--rows", type=count, default=16384, help="rows of a read (default: 16384)")
+    parser.add_argument("--block", type=count, default=4096, help="bytes of a row (default: 4096)")
+    parser.add_argument("--iters", type=count, default=9, help="reads measured per rest (default: 9)")
     args = parser.parse_args(argv)
     for result in held(args.transport or best_transport(), args.rows, args.block, args.iters):
         print(json.dumps(result), flush=True)

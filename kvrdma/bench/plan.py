@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import msgspec
 import numpy as np
 
+from kvrdma.bench.command import count
 from kvrdma.layout import KVLayout, Storage
 from kvrdma.plan import BlockSpan, Planner, ReadPlan, TokenRange
 from kvrdma.plan.sketch import CacheSketch, sketch_layout
@@ -131,8 +132,8 @@ def results(repeats: int, scale: int = 1) -> Iterator[dict[str, object]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse options and print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--scale", type=int, default=1, help="divide the number of blocks, for a quick run")
+    parser.add_argument("--repeats", type=count, default=20)
+    parser.add_argument("--scale", type=count, default=1, help="divide the number of blocks, for a quick run")
     options = parser.parse_args(argv)
     machine = {"machine": platform.machine(), "python": platform.python_version(), "numpy": np.__version__}
     for result in results(options.repeats, options.scale):

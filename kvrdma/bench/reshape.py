@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvrdma import reshape
+from kvrdma.bench.command import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -138,8 +139,8 @@ def peak_nbytes(function: Receive, cache: torch.Tensor, indices: torch.Tensor, r
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints one JSON object for each case."""
     parser = argparse.ArgumentParser(prog="bench-reshape", description=__doc__)
-    parser.add_argument("--pages", type=int, default=1024, help="pages to reshape in each call")
-    parser.add_argument("--repeat", type=int, default=9, help="timed rounds")
+    parser.add_argument("--pages", type=count, default=1024, help="pages to reshape in each call")
+    parser.add_argument("--repeat", type=count, default=9, help="timed rounds")
     options = parser.parse_args(arguments)
     for case in CASES:
         print(json.dumps(run_case(case, options.pages, options.repeat)), flush=True)

@@ -35,7 +35,8 @@ Examples:
 
 \b
 Processes become ranks in order: producers first, engine by engine, then consumers. On several
-hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report.
+hosts set KVRDMA_SECRET everywhere. Rank 0 prints the report. Where a rank fails, torchrun itself
+ends with 1, whatever the rank ended with, and prints a traceback of its own below the reason.
 
 \b
 A scenario, with every key and its default; --set names them producer.tp, prompt.kind:

@@ -65,8 +65,8 @@ class Listed(click.ParamType[list[Any]]):
 _CHOICE = click.Choice(PATTERNS)
 _OPTIONS = (
     click.option("--transport", type=click.Choice([AUTO, *sorted(installed_transports())]), default=AUTO,
-                 show_default=True, help="auto: the nearest that works, same-host before network; "
-                 "of KVRDMA_TRANSPORTS, where that is set, the first that works."),
+                 show_default=True, help="auto: the nearest that works, same-host before network; memory reads this "
+                 "process itself; of KVRDMA_TRANSPORTS, where that is set, the first that works."),
     click.option("--nbytes", type=Size(), default="64MiB", show_default=True,
                  help="Of each read; K, M, G (or KB, KiB ...) are powers of 1024. Each side holds twice as much."),
     click.option("--block", type=Listed(Size(multiple_of=8)), default="4KiB,32KiB,1MiB", show_default=True,

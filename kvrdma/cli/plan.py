@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import click
+from click.core import ParameterSource
 
 from kvrdma.cli.exits import JsonCommand, run
 from kvrdma.cli.numbers import Finite
@@ -133,6 +134,9 @@ def plan_command(**options: Unpack[Options]) -> None:
 
 def _pair(options: Options) -> Pair:
     names = tuple(f"layer.{i}" for i in range(options["layers"]))
+    context = click.get_current_context()
+    if options["mla"] and context.get_parameter_source("kv_heads") == ParameterSource.COMMANDLINE:
+        raise click.UsageError("--kv-heads with --mla: a latent has no kv heads; leave one of them out")
     if options["cached"] > options["tokens"]:
         raise click.UsageError(f"--cached {options['cached']} is more than --tokens {options['tokens']}")
     content = options["head_dim"] * (1 if options["mla"] else 2)

@@ -214,7 +214,11 @@ def advice(pair: Pair, reports: Sequence[RankReport], link: Link) -> list[str]:
         cure = f"blocks of {block} tokens on both sides divide the rows by {by}"
     else:
         cure = f"blocks of {block} tokens on both sides do not make them fewer"
-    lines.append(f"with fragmented blocks of {small} tokens the link waits for rows ({cause}): {cure}")
+    if slowest.times_ms(link)[0] > 2 * wire:
+        when = f"with blocks of {producer} and {consumer} tokens, consecutive ones too,"
+    else:
+        when = f"with fragmented blocks of {small} tokens"
+    lines.append(f"{when} the link waits for rows ({cause}): {cure}")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`kvrdma report`: saved reports as one page with plots and a verdict."""
+"""`kvrdma report`: saved reports as one page with plots and, where bytes were moved, a verdict."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
     tflops: float,
     prefill_tokens_per_s: float | None,
 ) -> None:
-    """Turn reports of link-test and bench (--save) into one HTML page with plots and a verdict."""
+    """Turn reports of link-test and bench (--save) into one HTML page with plots, and a verdict on what was moved."""
 
     def work() -> None:
         model_shape(model, "give one of these to --model").heads_per_rank(tp)  # says what is wrong with them
@@ -80,6 +80,8 @@ def report(  # noqa: PLR0913, PLR0917 - click passes every option by name
             click.echo(f"{finding.level}: {finding.check}: {finding.found}")
             if finding.why:
                 click.echo(f"  {finding.why}; {finding.fix}")
+        if not verdict:
+            click.echo("no verdict: a model (bench --simulate) moves no bytes")
         click.echo(f"written: {html}{f', {png}' if png else ''}")
 
     run("report", work, as_json=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import socket
 
-from kvrdma.config import Config
+from kvrdma.config import Config, unknown_settings
 from kvrdma.errors import ConfigError, UnreachableError
 from kvrdma.finding import Finding, green, red, yellow
 from kvrdma.host import HostView
@@ -23,7 +23,13 @@ def check_network(host: HostView) -> list[Finding]:
         bind = Endpoint.parse(config.bind)
     except ConfigError as error:
         return [red("settings", str(error), "nothing starts with it", "correct or unset the variable"), _clock(host)]
-    return [_advertised(host, config, bind), _ports(host, bind), _secret(config), *_links(host), _clock(host)]
+    found = [_advertised(host, config, bind), _ports(host, bind), _secret(config), *_links(host), _clock(host)]
+    return [*map(_unknown, unknown_settings(host.environ)), *found]
+
+
+def _unknown(name: str) -> Finding:
+    why = "what it was to set keeps its default"
+    return yellow("settings", f"{name} is no setting of kvrdma", why, "correct its name, or unset it")
 
 
 def _advertised(host: HostView, config: Config, bind: Endpoint) -> Finding:

@@ -28,6 +28,20 @@ def test_every_case(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert lines[7]["consumers"] == 3
 
 
+@pytest.mark.parametrize("given", [["--pairs", "0"], ["--repeats", "none"], ["--consumers", "-1"]])
+def test_counts_of_nothing_are_refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        engine.main(["--eighth", *given])
+    assert "is no whole number of 1 or more" in capsys.readouterr().err
+
+
+def test_what_is_refused_is_told_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        engine.main(["--eighth", "--transport", "nosuch"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("python -m kvrdma.bench.engine: transport 'nosuch' is not installed")
+
+
 def test_between_which_bounds_a_median_lies() -> None:
     """Of 101 values the 41st and the 61st: 50.5 -+ 1.96 standard deviations of a binomial distribution."""
     assert engine._median_within([float(value) for value in reversed(range(101))]) == (40.0, 60.0)

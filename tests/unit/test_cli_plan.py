@@ -106,6 +106,17 @@ def test_colours_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[33m 1" in output
 
 
+def test_kv_heads_of_a_latent_are_refused() -> None:
+    ended = CliRunner().invoke(plan_command, ["--mla", "--kv-heads", "4"])
+    assert ended.exit_code == 2
+    assert "--kv-heads with --mla" in ended.output
+
+
+def test_unequal_blocks_cost_rows_where_they_are_consecutive_too() -> None:
+    output = run("--p-block", "16", "--d-block", "24").output
+    assert "with blocks of 16 and 24 tokens, consecutive ones too, the link waits for rows" in output
+
+
 def test_words_time_and_advice() -> None:
     output = run(*EXAMPLE, "--link", "50", "--row-ns", "600").output
     assert "reshape on ranks 0, 1: 64 pages in each of 32 layers: each page arrives as (2, 4, 2, 16, 256)" in output

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrdma.doctor import transports
+from kvrdma.doctor.network import check_network
 from kvrdma.doctor.transports import check_transports
 from kvrdma.errors import TransportUnavailableError
 from kvrdma.finding import Finding
@@ -34,6 +35,12 @@ def no_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "mapped_copies", list)
     monkeypatch.setattr(library, "_system_libraries", lambda: iter(()))
     monkeypatch.setattr(library, "_wheel_library", lambda: None)
+
+
+def test_variables_that_are_no_settings_are_told() -> None:
+    found = check_network(live(KVRDMA_BINDD="x", KVRDMA_UCX_TLS="tcp", HOME="/"))
+    (odd,) = (finding for finding in found if finding.check == "settings")
+    assert (odd.level, odd.found) == ("yellow", "KVRDMA_BINDD is no setting of kvrdma")
 
 
 def live(**environ: str) -> HostView:

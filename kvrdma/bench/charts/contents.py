@@ -74,7 +74,8 @@ def load_report(path: Path) -> Saved:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as a saved report: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read as a saved report: {why}") from error
     try:
         kind = kind_of(report)
     except ValueError as error:
@@ -202,7 +203,7 @@ def verdict_of(saved: Sequence[Saved], yardsticks: Yardsticks) -> list[Finding]:
     found = [_bytes(each) for each in saved if each.kind != "simulate"]
     speed = speed_of(first)
     if speed:
-        found += [_link_rate(speed, _measured(first), yardsticks), _recompute(speed, yardsticks)]
+        found += [_link_rate(first, speed, yardsticks), _recompute(speed, yardsticks)]
     if len(saved) > 1:
         found += _previous(first, saved[1])
     return found
@@ -215,12 +216,15 @@ def _bytes(saved: Saved) -> Finding:
     return red("bytes", f"{saved.name}: wrong bytes, or not verified", why, "kvrdma doctor; report it with this page")
 
 
-def _link_rate(speed: float, measured: str, yardsticks: Yardsticks) -> Finding:
+def _link_rate(saved: Saved, speed: float, yardsticks: Yardsticks) -> Finding:
+    measured = _measured(saved)
     if yardsticks.link_gbit is None:
         why = "without the link's rate nobody knows what it should be"
-        return yellow(
-            "link rate", f"{speed:.2f} GB/s ({measured})", why, "give --link-gbit (kvrdma doctor prints the rate)"
-        )
+        if saved.kind == "link":
+            ratio = float(_fastest(saved)["memcpy_ratio"])
+            why += f"; within one host there is none: it is {ratio:.2g} times a memcpy of the same rows"
+        fix = "between hosts give --link-gbit, the rate of the NIC (kvrdma doctor prints it)"
+        return yellow("link rate", f"{speed:.2f} GB/s ({measured})", why, fix)
     share = speed * 8 / yardsticks.link_gbit
     text = f"{speed:.2f} GB/s, {share:.0%} of {yardsticks.link_gbit:g} Gbit/s ({measured})"
     if share >= 0.8:
