@@ -206,8 +206,7 @@ class LeaseBook:
 
     def oldest_s(self, now_s: float) -> float:
         """Give the age in seconds of the oldest lease; 0 if there is none."""
-        oldest = next(iter(self._leases.values()), None)  # they are in the order of their publication
-        return 0.0 if oldest is None else now_s - oldest.since_s
+        return now_s - next((lease.since_s for lease in self._leases.values()), now_s)  # in the order of publication
 
     def prepare(self, key: LeaseKey) -> None:
         """Make a lease's word live ahead of ``publish``: its reference goes out as soon as the KV is there.
@@ -393,7 +392,8 @@ class LeaseBook:
 
     def _end(self, key: LeaseKey, how: End) -> None:
         self._table.revoke(key)  # before anybody can hear that the blocks are free
-        lease = self._leases.pop(key)
+        if (lease := self._leases.pop(key, None)) is None:  # a handler has closed the engine at this point
+            return
         del self._keys[lease.request_id]
         del self._by_slot[key.slot]
         self._table.release(key)

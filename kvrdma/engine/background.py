@@ -11,7 +11,7 @@ from typing import TypeAlias
 from kvrdma.errors import ConfigError
 from kvrdma.thread_start import start_thread
 
-Work: TypeAlias = Callable[[], None]
+Work: TypeAlias = Callable[[], object]
 
 
 class Background:

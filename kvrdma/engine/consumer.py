@@ -71,21 +71,22 @@ class Consumer:
 
     def start(self, wanted: Wanted) -> None:
         """Take up a pull."""
+        self._holding.release(wanted.request_id)
         pull = self._pulls[wanted.request_id] = Pull(wanted)
         self._parts.stats.pulls_started += 1
         self._try(pull)
-        self._holding.release(wanted.request_id)  # its reads do not wait for this, nor for the timer
-        if not pull.over:
+        if not pull.over:  # its reads do not wait for it
             left_s = wanted.deadline_s - self._loop.now()
             pull.timers["deadline"] = self._loop.after(left_s, lambda: self._time_out(pull))
 
-    def abort(self, request_id: Hashable) -> None:
-        """Give a pull up; it ends as failed once nothing can write for it any more."""
+    def abort(self, request_id: Hashable) -> bool:
+        """Give a pull up; it ends as failed once nothing can write for it any more. False if it has, or never was."""
         self._holding.release(request_id)
         pull = self._pulls.get(request_id)
         if pull is not None:
             self._fail(pull, PullAbortedError(f"pull {request_id!r} was aborted"))
             self._advance(pull)
+        return request_id in self._pulls
 
     def hold(self, request_id: Hashable, reference: PullReference, for_s: float) -> None:
         """Keep a lease alive until the request is pulled, declined or aborted, or the time is over."""

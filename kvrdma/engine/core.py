@@ -24,7 +24,7 @@ from kvrdma.engine.peers import MAX_HANDSHAKES, Peers
 from kvrdma.engine.process import ProcessLock
 from kvrdma.engine.producer import Producer
 from kvrdma.engine.pull import Wanted
-from kvrdma.engine.reports import Reports
+from kvrdma.engine.reports import Promise, Reports
 from kvrdma.engine.shape import Limits, Shaper
 from kvrdma.engine.tenant import Tenant
 from kvrdma.engine.threads import EngineThreads
@@ -262,8 +262,7 @@ class Engine:
     ) -> None:
         """Fetch a published request into ``blocks``; returns at once.
 
-        The blocks belong to the engine until ``poll`` says that the pull has ended (or, after a quarantine, that
-        it was released).
+        The blocks belong to the engine until ``poll`` says that the pull has ended, or was released from quarantine.
 
         Args:
             request_id: names it here; one pull at a time each.
@@ -275,19 +274,22 @@ class Engine:
         Raises:
             MessageError: the reference is malformed.
             PlanError, ConfigError: more tokens are asked for than were published; another argument is of no use.
-            PullError: a pull of that id is under way.
-            TypeError: the id is not hashable.
+            PullError: a pull of that id is under way. TypeError: the id is not hashable.
         """
         self._require_open()
-        reference = PullReference.of(reference)
-        spans = spans_of(blocks)
+        reference, spans = PullReference.of(reference), spans_of(blocks)
         wanted = tokens if tokens is not None else TokenRange(0, reference.num_tokens)
         check_pull(request_id, self.limits, reference.num_tokens, spans, wanted)
         now_s = time.monotonic()
         limit_s = self.config.pull_timeout_s if timeout_s is None else time_span("timeout_s", timeout_s)
-        pull = Wanted(request_id, reference, spans, wanted, now_s, now_s + limit_s)
-        self._reports.owe(request_id)  # from here on it is reported, whatever happens
-        self._loop.run(lambda: self._consumer.start(pull))
+        pull, promise = Wanted(request_id, reference, spans, wanted, now_s, now_s + limit_s), Promise()
+        try:
+            self._reports.owe(request_id, promise)  # from here on it is reported, whatever happens
+            self._loop.run(lambda: self._consumer.start(pull))
+        except BaseException:
+            if self._reports.owes(request_id, promise):  # a handler raised: who knows whether the loop was asked
+                self._loop.run(lambda: self._reports.give_up(request_id, promise, self._consumer.abort))
+            raise
 
     def abort(self, request_id: Hashable) -> None:
         """Give up a pull: it ends as failed, once nothing can write for it any more. Unknown ids are ignored."""
@@ -394,6 +396,5 @@ class Engine:
     def _report_the_rest(self) -> None:
         """Report pulls that never got to the data thread, or were lost by its defect."""
         self._reports.close()
-        defect = self._threads.defect
-        why = "closed" if defect is None else f"ended by a defect: {defect!r}"
+        why = "closed" if self._threads.defect is None else f"ended by a defect: {self._threads.defect!r}"
         self._reports.fail_the_rest(PullAbortedError(f"engine {self.identity.engine_id} was {why}"))

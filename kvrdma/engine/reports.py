@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from itertools import repeat, starmap
 
 import msgspec
 
@@ -14,8 +15,8 @@ from kvrdma.engine.signal import Signal
 from kvrdma.errors import KVRDMAError, PullError, TransportClosedError
 
 
-class _Owed(msgspec.Struct, gc=False):
-    """A promise to report the end of a pull."""
+class Promise(msgspec.Struct, gc=False):
+    """To report the end of a pull."""
 
     quarantined: bool = False
     """Its failure has been reported, and nothing more than its release will be."""
@@ -33,11 +34,11 @@ class Reports:
         self._events: deque[Event] = deque()
         self._signal = Signal()
         self._process = ProcessLock()
-        self._owed: dict[Hashable, _Owed] = {}
+        self._owed: dict[Hashable, Promise] = {}
         """Pulls that have not ended."""
         self._closed = False
 
-    def owe(self, request_id: Hashable) -> None:
+    def owe(self, request_id: Hashable, promise: Promise) -> None:
         """Promise a report for a pull.
 
         Raises:
@@ -45,11 +46,29 @@ class Reports:
             TransportClosedError: no more promises are made.
         """
         self._process.require()
-        promise = _Owed()
         if self._owed.setdefault(request_id, promise) is not promise:
             raise PullError(f"pull {request_id!r} is under way: one at a time")
-        if self._closed and self._owed.pop(request_id, None) is promise:  # else it has been kept meanwhile
+        if self._closed and self.take_back(request_id, promise):  # else it has been kept meanwhile
             raise TransportClosedError("the engine is closed")
+
+    def owes(self, request_id: Hashable, promise: Promise) -> bool:
+        """Whether that promise was made and has not been kept."""
+        return self._owed.get(request_id) is promise
+
+    def take_back(self, request_id: Hashable, promise: Promise) -> bool:
+        """Do not keep a promise; False if it has been kept, or was never made."""
+        return self.owes(request_id, promise) and self._owed.pop(request_id, None) is promise
+
+    def give_up(self, request_id: Hashable, promise: Promise, abort: Callable[[Hashable], bool]) -> None:
+        """Settle what a caller was interrupted in: a pull that has begun is aborted and reported, another never was.
+
+        Args:
+            request_id: of the pull.
+            promise: the caller's, who does not know whether it was made.
+            abort: aborts a pull; False if there is none (any more).
+        """
+        if self.owes(request_id, promise) and not abort(request_id):
+            self.take_back(request_id, promise)
 
     def add(self, event: Event) -> None:
         """Report something."""
@@ -69,8 +88,12 @@ class Reports:
 
     def fail_the_rest(self, reason: KVRDMAError) -> None:
         """Report every pull that was promised and has not been."""
-        for request_id, owed in list(self._owed.items()):
-            if not owed.quarantined and self._owed.pop(request_id, None) is owed:
+        while self._owed:
+            try:
+                request_id, promise = self._owed.popitem()
+            except KeyError:  # kept, or taken back, at this moment
+                return
+            if not promise.quarantined:
                 self.add(PullFailed(request_id, reason, attempts=0))
 
     def __len__(self) -> int:
@@ -80,13 +103,20 @@ class Reports:
     def poll(self) -> list[Event]:
         """Return what has been reported since the last call."""
         self._process.require()  # a child would take the signal for its parent's events
-        self._signal.clear()  # before looking: what comes later makes it readable again
-        return self._take()
+        return self._take(self._signal.clear)
 
-    def _take(self) -> list[Event]:
+    def _take(self, clear: Callable[[], None]) -> list[Event]:
+        """Clear the signal, and take everything by one call: neither another thread nor a handler gets in between."""
         events: list[Event] = []
-        while self._events:
-            events.append(self._events.popleft())
+        try:
+            clear()  # before looking: what comes later makes it readable again
+            events.extend(starmap(self._events.popleft, repeat((), len(self._events))))
+        except IndexError:  # another thread, or a handler, has taken what was counted
+            pass
+        except BaseException:  # a handler that raises
+            self._events.extendleft(reversed(events))
+            self._signal.set()
+            raise
         return events
 
     def fileno(self) -> int:
@@ -99,7 +129,7 @@ class Reports:
         deadline_s = time.monotonic() + timeout_s
         events = self.poll() if self._events or timeout_s <= 0 else []  # else at once: whom it waits for needs the GIL
         while not events and timeout_s > 0:
-            if self._signal.wait(timeout_s):
-                self._signal.take()  # before looking, as in ``poll``
-            events, timeout_s = self._take(), deadline_s - time.monotonic()
+            readable = self._signal.wait(timeout_s)
+            events = self._take(self._signal.take if readable else self._signal.clear)
+            timeout_s = deadline_s - time.monotonic()
         return events

@@ -11,8 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
+from kvrdma.engine import Ended, PullDone, PullFailed
+from kvrdma.engine.loop import Loop
 from kvrdma.errors import ConfigError, TransportClosedError
-from kvrdma.lease import FenceTable, LeaseKey
+from kvrdma.lease import End, FenceTable, LeaseKey
+from kvrdma.plan import TokenRange
 from tests.helpers.tagged import SMALL, Model, Side, busy, done, failed
 
 MODEL = Model(layers=2, block=4, blocks=16)
@@ -101,6 +104,60 @@ def test_a_finalizer_may_withdraw_in_the_middle_of_a_call(monkeypatch: pytest.Mo
         assert [event.request_id for event in engine.poll()] == ["old"]
         assert engine.withdraw("new")
         assert engine.stats()["leases"] == 0
+
+
+def test_a_handler_may_close_the_engine_in_the_middle_of_withdraw(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = FenceTable.revoke
+    with Side(MODEL) as side:
+        engine = side.ranks[0].engine
+        left = [engine.close]
+
+        def revoke(table: FenceTable, key: LeaseKey) -> None:
+            real(table, key)
+            if left:
+                left.pop()()
+
+        engine.publish("a", [1], 4)
+        monkeypatch.setattr(FenceTable, "revoke", revoke)
+        assert engine.withdraw("a")
+        assert engine.poll() == [Ended("a", End.WITHDRAWN)]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_pull_that_a_handler_interrupts_is_over(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    """Before the loop was asked nothing has begun, and nothing is reported; afterwards it ends as any other."""
+    real = Loop.run
+    with Side(MODEL) as producer, Side(MODEL, name="consumer") as consumer:
+        engine = consumer.ranks[0].engine
+        reference = producer.publish(1, [1], 4)
+        left = [KeyboardInterrupt]
+
+        def run(loop: Loop, work: Callable[[], object]) -> None:
+            raising = left and loop is engine._loop
+            if asked or not raising:
+                real(loop, work)
+            if raising:
+                raise left.pop()
+
+        monkeypatch.setattr(Loop, "run", run)
+        with pytest.raises(KeyboardInterrupt):
+            engine.pull("p", reference, [2])
+        events = engine.wait(30 if asked else 0.2)
+        assert [(type(event), event.request_id) for event in events] in (
+            ([(PullDone, "p")], [(PullFailed, "p")]) if asked else ([],)
+        )
+        done(consumer.ranks[0].pull("p", producer.publish(2, [1], 4), [2]))
+
+
+def test_sizes_are_those_of_rest_when_the_end_is_told() -> None:
+    with Side(MODEL) as producer, Side(MODEL, name="consumer") as consumer:
+        engine = consumer.ranks[0].engine
+        for number in range(50):
+            reference = producer.publish(number, [1], 4)
+            engine.hold(number, reference)
+            engine.pull(number, reference, [2], tokens=TokenRange(0, 0 if number % 2 else 4))
+            assert [type(event) for event in engine.wait(30)] == [PullDone]
+            assert busy(engine) == {}
 
 
 def no_thread(self: threading.Thread) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,7 +15,7 @@ from kvrdma.engine.background import Background
 from kvrdma.engine.events import End, Ended, Event, PullFailed, PullReleased
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Sparing
-from kvrdma.engine.reports import Reports
+from kvrdma.engine.reports import Promise, Reports
 from kvrdma.engine.signal import Signal
 from kvrdma.errors import PullAbortedError, PullError, TransportClosedError
 from kvrdma.handshake import preference
@@ -166,16 +167,16 @@ def test_a_closed_background_drops_what_waits() -> None:
 
 def test_reports_owe_each_pull_one_end() -> None:
     reports = Reports()
-    reports.owe("a")
+    reports.owe("a", Promise())
     with pytest.raises(PullError, match="'a' is under way"):
-        reports.owe("a")
+        reports.owe("a", Promise())
     why = PullAbortedError("why")
     reports.add(PullFailed("a", why, 1, quarantined=True))
     with pytest.raises(PullError):
-        reports.owe("a")  # its blocks may still be written
+        reports.owe("a", Promise())  # its blocks may still be written
     reports.add(PullReleased("a"))
-    reports.owe("a")
-    reports.owe("b")
+    reports.owe("a", Promise())
+    reports.owe("b", Promise())
     reports.add(PullFailed("b", why, 1, quarantined=True))
     reports.add(Ended("r", End.DONE))
     reports.close()
@@ -189,7 +190,7 @@ def test_reports_owe_each_pull_one_end() -> None:
         ("PullFailed", "a"),
     ]
     with pytest.raises(TransportClosedError):
-        reports.owe("c")
+        reports.owe("c", Promise())
     assert reports.poll() == []
     assert reports.wait(0.01) == []
 
@@ -206,7 +207,7 @@ def test_reports_wait_for_nobody_who_is_in_the_middle_of_a_promise() -> None:
             took_place.append(not other.is_alive())
             return 1
 
-    reports.owe(Interrupted())
+    reports.owe(Interrupted(), Promise())
     assert took_place == [True]
     assert reports.poll() == [PullReleased("x")]
 
@@ -229,13 +230,55 @@ def test_a_promise_made_while_the_engine_closes_is_taken_back_or_kept() -> None:
             return 1
 
     with pytest.raises(TransportClosedError):
-        reports.owe(Late(failed=False))
+        reports.owe(Late(failed=False), Promise())
     reports.fail_the_rest(why)
     assert reports.poll() == []
     reports, asked = Reports(), [0]
     late = Late(failed=True)
-    reports.owe(late)
+    reports.owe(late, Promise())
     assert reports.poll() == [PullFailed(late, why, attempts=0)]
+
+
+class Racing(deque[Event]):
+    """Events of which somebody else takes some between being counted and being taken."""
+
+    def __init__(self, taken: int) -> None:
+        super().__init__(PullReleased(number) for number in range(4))
+        self.left, self.elsewhere = taken, list[Event]()
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        while self.left:
+            self.left -= 1
+            self.elsewhere.append(self.popleft())
+        return count
+
+
+@pytest.mark.parametrize("taken", range(5))
+def test_what_another_thread_takes_meanwhile_is_neither_lost_nor_told_twice(taken: int) -> None:
+    reports = Reports()
+    reports._events = racing = Racing(taken)
+    events = reports.poll()
+    assert [event.request_id for event in racing.elsewhere + events] == list(range(4))
+
+
+@pytest.mark.parametrize("after", ["clear", "take"])
+def test_a_handler_that_raises_takes_no_event_along(monkeypatch: pytest.MonkeyPatch, after: str) -> None:
+    reports = Reports()
+    for number in range(3):
+        reports.add(PullReleased(number))
+    real = getattr(reports._signal, after)
+
+    def interrupted() -> None:
+        real()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reports._signal, after, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        reports._take(interrupted)
+    monkeypatch.undo()
+    assert select.select([reports], [], [], 0)[0]
+    assert [event.request_id for event in reports.wait(60)] == [0, 1, 2]
 
 
 def test_a_warning_that_repeats_is_said_once_per_period() -> None:
