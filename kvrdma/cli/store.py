@@ -18,7 +18,7 @@ from kvrdma.config import Config
 from kvrdma.errors import ConfigError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store.numbers import Exporter
-from kvrdma.store.server import StoreServer
+from kvrdma.store.server import StoreServer, quieten_collector
 from kvrdma.wire import AskStore, StoreNumbers
 
 _EPILOG = """\b
@@ -113,6 +113,7 @@ def _serve(
             exporter = Exporter(server, Endpoint.parse(metrics))
             stack.callback(exporter.close)
             how += f"; metrics at http://{exporter.endpoint}/metrics"
+        quieten_collector()
         click.echo(f"store of {gib(capacity)} at {server.endpoint} ({how})")
         serve_until(stops, server, "store")
 

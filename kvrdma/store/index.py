@@ -11,14 +11,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrdma.errors import ConfigError
 
 CHUNKS = 16
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One block. It can be read once every rank's share has been filled."""
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """One block, readable once every rank's share has been filled. The garbage collector does not look at it."""
 
     key: bytes
     record: int

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
-from kvrdma.bench import agent
+from kvrdma.bench import agent, lookups
 from kvrdma.bench.engine import Shape
+from kvrdma.bench.stores import request_nbytes
 from kvrdma.bench.waits import waits_of
 
 pytestmark = pytest.mark.needs("cma")
@@ -20,13 +21,13 @@ SMALL = Shape(layers=2, heads=2, head_dim=16, tokens=256, blocks=24)
 
 def test_a_warm_prefix() -> None:
     result = agent.warm_prefix(SMALL, "cma", 3)
-    assert result["nbytes"] == agent.request_nbytes(SMALL) == 2 * 2 * 16 * 2 * 2 * 256
+    assert result["nbytes"] == request_nbytes(SMALL) == 2 * 2 * 16 * 2 * 2 * 256
     assert isinstance(result["of_bare"], float)
     assert result["of_bare"] > 0
 
 
 def test_lookups() -> None:
-    result = agent.lookups("cma", 5, blocks=32)
+    result = lookups.lookups("cma", 5, blocks=32)
     assert result["messages_each"] == 1
     assert isinstance(result["median_ms"], float)
     assert 0 < result["median_ms"] <= float(str(result["worst_ms"]))
@@ -34,10 +35,17 @@ def test_lookups() -> None:
         assert 0 < float(str(result[f"{bare}_median_ms"])) <= float(str(result[f"{bare}_worst_ms"]))
 
 
+def test_lookups_on_one_processor() -> None:
+    processors = os.sched_getaffinity(0)
+    result = lookups.lookups_alone("cma", 5, blocks=32)
+    assert os.sched_getaffinity(0) == processors
+    assert 0 < float(str(result["median_ms"])) <= float(str(result["worst_ms"]))
+
+
 def test_readers() -> None:
     result = agent.readers(SMALL, "cma", 2, 3)
     assert result["reads"] == 6
-    assert result["nbytes"] == 6 * agent.request_nbytes(SMALL)
+    assert result["nbytes"] == 6 * request_nbytes(SMALL)
     cpu_ms, each_ms = (float(str(result[name])) for name in ("store_cpu_ms", "store_cpu_ms_per_read"))
     assert cpu_ms > 0, "the store answers a lookup for every read"
     assert each_ms == pytest.approx(cpu_ms / 6, abs=0.02)
@@ -64,4 +72,4 @@ def test_waits_of_threads_without_a_processor() -> None:
 
 def test_a_lookup_without_its_waits() -> None:
     """Only what is beyond the usual wait counts as somebody else's doing."""
-    assert agent._without_waits([1.0, 3.0, 5.0], [0.5, 0.5, 4.5]) == [1.0, 3.0, 1.0]
+    assert lookups._without_waits([1.0, 3.0, 5.0], [0.5, 0.5, 4.5]) == [1.0, 3.0, 1.0]
