@@ -11,6 +11,8 @@ from typing import Any
 
 from kvrdma.errors import KVRDMAError
 
+_END_S = 5.0
+
 
 def count(text: str) -> int:
     """Read a number of things, of which there must be one.
@@ -40,9 +42,10 @@ def answer_of(process: BaseProcess, pipe: Connection, timeout_s: float, who: str
         TimeoutError: it says nothing in time.
         RuntimeError: it has ended; the reason is on its error output.
     """
-    wait((pipe, process.sentinel), timeout_s)
+    ready = wait((pipe, process.sentinel), timeout_s)
     if pipe.poll():
         return pipe.recv()
-    if process.is_alive():
+    if not ready:
         raise TimeoutError(f"{who} does not answer within {timeout_s:g} s")
+    process.join(_END_S)  # its descriptors are closed a moment before it has an exit code
     raise RuntimeError(f"{who} has ended with exit code {process.exitcode}; what it said is above")
