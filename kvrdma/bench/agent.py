@@ -28,7 +28,7 @@ from kvrdma.plan import TokenRange
 from kvrdma.reference import spans_of
 from kvrdma.store.filling import read_reference
 from kvrdma.store.keys import new_hasher
-from kvrdma.store.server import quieten_collector
+from kvrdma.store.server import freeze_gc_heap
 
 WARM = replace(LLAMA_8B, tokens=4096, blocks=320)
 WARM_EIGHTH = replace(EIGHTH, tokens=512, blocks=48)
@@ -159,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     machine = {"machine": platform.machine(), "cpus": len(os.sched_getaffinity(0)), "numpy": np.__version__}
     with errors_told(parser):
         new_hasher()  # here rather than in the store's process
-        quieten_collector()  # as a server of vLLM does with its own
+        freeze_gc_heap()  # as a server of vLLM does with its own
         for result in results(options, options.transport or best_transport()):
             sys.stdout.write(json.dumps({"bench": "agent", **result, **machine}) + "\n")
             sys.stdout.flush()

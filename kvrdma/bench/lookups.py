@@ -12,8 +12,7 @@ from kvrdma.bench.echo import Echo, SocketEcho
 from kvrdma.bench.engine import Shape
 from kvrdma.bench.stores import StoreProcess, User, room
 from kvrdma.bench.waits import waits_of
-from kvrdma.store.keys import KEY_NBYTES, PrefixKeys
-from kvrdma.wire import Noted, StoreFound, StoreLookup, StoreRelease
+from kvrdma.store.keys import KEY_NBYTES
 
 _STORE_BUSY_S = 0.0002
 """What a store takes for a lookup of 512 blocks."""
@@ -26,33 +25,12 @@ class Asking:
         """Open both, in two processes."""
         shape = Shape(layers=1, heads=1, head_dim=16, tokens=16 * blocks, blocks=blocks)
         self.store = StoreProcess(room(shape), transport)
-        self._user = User(shape, self.store.endpoint, transport, "asking")
-        self._user.put()
-        self._blocks = blocks
-        found = self._user.lookup()
+        self.user = User(shape, self.store.endpoint, transport, "asking")
+        self.user.put()
+        found = self.user.lookup()
         self.sizes = KEY_NBYTES * blocks, len(found.reference)
         """Of keys and answer, in bytes."""
-        self.release(found)
-
-    def keys(self) -> PrefixKeys:
-        """Hash the prefix."""
-        return self._user.prompt().keys
-
-    def ask(self, keys: PrefixKeys) -> StoreFound:
-        """Look it up.
-
-        Raises:
-            RuntimeError: it is not there, or not as a whole.
-        """
-        question = StoreLookup(self._user.port.fingerprint, keys.joined(), keys.num_tokens)
-        answer = self._user.stores.clients[0].ask(question, StoreFound, 5.0)
-        if answer is None or answer.blocks != self._blocks:
-            raise RuntimeError(f"the store found {answer}")
-        return answer
-
-    def release(self, found: StoreFound) -> None:
-        """Give the lease back."""
-        self._user.stores.clients[0].ask(StoreRelease(found.lease), Noted, 5.0)
+        self.user.release(found)
 
     def __enter__(self) -> Self:
         """Ready to ask."""
@@ -60,7 +38,7 @@ class Asking:
 
     def __exit__(self, *_: object) -> None:
         """Close both."""
-        self._user.close()
+        self.user.close()
         self.store.close()
 
 
@@ -75,20 +53,20 @@ def lookups(transport: str, count: int, blocks: int = 512) -> dict[str, object]:
     their median, while the kernel ran something else there.
     """
     hashing, asking, waited = [], [], []
-    with Asking(transport, blocks) as store:
-        ours = waits_of((os.getpid(), store.store.pid))
-        with ours as waits_s, Echo(*store.sizes, _STORE_BUSY_S) as echo, SocketEcho(*store.sizes) as sockets:
+    with Asking(transport, blocks) as asked:
+        ours = waits_of((os.getpid(), asked.store.pid))
+        with ours as waits_s, Echo(*asked.sizes, _STORE_BUSY_S) as echo, SocketEcho(*asked.sizes) as sockets:
             echoed, bare = [], []
             for _ in range(count):
                 began_s = time.perf_counter()
-                keys = store.keys()
+                keys = asked.user.prompt().keys
                 before_s = waits_s()
                 hashed_s = time.perf_counter()
-                answer = store.ask(keys)
+                answer = asked.user.ask(keys)
                 asking.append(time.perf_counter() - hashed_s)
                 waited.append(waits_s() - before_s)
                 hashing.append(hashed_s - began_s)
-                store.release(answer)
+                asked.user.release(answer)
                 echoed.append(echo.ask())
                 bare.append(sockets.ask())
     return {
@@ -113,13 +91,13 @@ def lookups_alone(transport: str, count: int, blocks: int = 512) -> dict[str, ob
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(processors)})  # threads and processes that are started now do as this one does
     try:
-        with Asking(transport, blocks) as store:
-            keys, asking = store.keys(), []
+        with Asking(transport, blocks) as asked:
+            keys, asking = asked.user.prompt().keys, []
             for _ in range(count):
                 began_s = time.perf_counter()
-                answer = store.ask(keys)
+                answer = asked.user.ask(keys)
                 asking.append(time.perf_counter() - began_s)
-                store.release(answer)
+                asked.user.release(answer)
     finally:
         os.sched_setaffinity(0, processors)
     return {

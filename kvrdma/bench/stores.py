@@ -12,8 +12,9 @@ from kvrdma.bench.command import answer_of
 from kvrdma.bench.engine import Shape, open_engine
 from kvrdma.config import Config
 from kvrdma.store import Prompt, StorePort, Stores, StoreServer
-from kvrdma.store.server import quieten_collector
-from kvrdma.wire import AskStore, StoreFound, StoreLookup, StoreNumbers
+from kvrdma.store.keys import PrefixKeys
+from kvrdma.store.server import freeze_gc_heap
+from kvrdma.wire import AskStore, Noted, StoreFound, StoreLookup, StoreNumbers, StoreRelease
 
 _TIMEOUT_S = 120.0
 _SPARE = 1.5
@@ -32,7 +33,7 @@ def room(shape: Shape) -> int:
 
 def _serve(capacity: int, transport: str, pipe: Connection) -> None:
     with StoreServer(capacity, Config(transports=(transport,), lease_s=10.0)) as store:
-        quieten_collector()  # as `kvrdma store serve` does
+        freeze_gc_heap()  # as `kvrdma store serve` does
         pipe.send(str(store.endpoint))
         pipe.recv()
 
@@ -112,12 +113,23 @@ class User:
 
     def lookup(self, number: int = 0) -> StoreFound:
         """Look a prompt up and hold it, by one message."""
-        keys = self.prompt(number).keys
-        asked = StoreLookup(self.port.fingerprint, keys.joined(), keys.num_tokens)
-        found = self.stores.clients[0].ask(asked, StoreFound, 5.0)
-        if found is None or not found.lease:
+        return self.ask(self.prompt(number).keys)
+
+    def ask(self, keys: PrefixKeys) -> StoreFound:
+        """Likewise, with keys that are there already.
+
+        Raises:
+            RuntimeError: not all of it is in the store.
+        """
+        question = StoreLookup(self.port.fingerprint, keys.joined(), keys.num_tokens)
+        found = self.stores.clients[0].ask(question, StoreFound, 5.0)
+        if found is None or found.blocks != len(keys.keys):
             raise RuntimeError(f"the store found {found}")
         return found
+
+    def release(self, found: StoreFound) -> None:
+        """Give a lookup's lease back."""
+        self.stores.clients[0].ask(StoreRelease(found.lease), Noted, 5.0)
 
     def close(self) -> None:
         """Close it."""

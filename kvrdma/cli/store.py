@@ -18,7 +18,7 @@ from kvrdma.config import Config
 from kvrdma.errors import ConfigError, MessageError
 from kvrdma.sidechannel import Endpoint, SideChannelClient
 from kvrdma.store.numbers import Exporter
-from kvrdma.store.server import StoreServer, quieten_collector
+from kvrdma.store.server import StoreServer, freeze_gc_heap
 from kvrdma.wire import AskStore, StoreNumbers
 
 _EPILOG = """\b
@@ -113,7 +113,7 @@ def _serve(
             exporter = Exporter(server, Endpoint.parse(metrics))
             stack.callback(exporter.close)
             how += f"; metrics at http://{exporter.endpoint}/metrics"
-        quieten_collector()
+        freeze_gc_heap()
         click.echo(f"store of {gib(capacity)} at {server.endpoint} ({how})")
         serve_until(stops, server, "store")
 

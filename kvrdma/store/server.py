@@ -36,7 +36,7 @@ _LEASE_S = 10.0
 _PEER_IDLE_S = 300.0
 
 
-def quieten_collector() -> None:
+def freeze_gc_heap() -> None:
     """Let the garbage collector of this process look at nothing again that is there now.
 
     A full collection stops every thread for a millisecond or more, once in some thousand lookups. For a process that is

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 
 from kvrdma.engine.background import Background
-from kvrdma.engine.events import End, Ended, Event, PullFailed, PullReleased
+from kvrdma.engine.events import End, Ended, Event, PullDone, PullFailed, PullReleased
 from kvrdma.engine.loop import Loop
 from kvrdma.engine.peers import Sparing
 from kvrdma.engine.reports import Promise, Reports
@@ -237,6 +237,23 @@ def test_a_promise_made_while_the_engine_closes_is_taken_back_or_kept() -> None:
     late = Late(failed=True)
     reports.owe(late, Promise())
     assert reports.poll() == [PullFailed(late, why, attempts=0)]
+
+
+def test_promises_that_are_kept_while_the_rest_fails_are_not_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    why, reports = PullAbortedError("why"), Reports()
+    promises = {number: Promise() for number in range(3)}
+    for number, promise in promises.items():
+        reports.owe(number, promise)
+    tell = reports._signal.hand_over
+
+    def hand_over() -> None:
+        monkeypatch.undo()
+        reports.add(PullDone(1, 0, 0, 0, 0.0, 0.0, 0.0, 1, ()))  # another thread is faster
+        tell()
+
+    monkeypatch.setattr(reports._signal, "hand_over", hand_over)
+    reports.fail_the_rest(why)
+    assert sorted(str(event.request_id) for event in reports.poll()) == ["0", "1", "2"]
 
 
 class Racing(deque[Event]):
